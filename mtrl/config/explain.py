@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 from mtrl.config.config_error import ConfigError
 from mtrl.config.foreign_keys import foreign_names
-from mtrl.config.key_reference import make_reference, section_lines, to_inline_yaml
+from mtrl.config.key_reference import make_reference, section_lines
 from mtrl.config.nearest import suggest
 from mtrl.config.tree import RENAMED_KEYS, known_leaves, known_sections
 from mtrl.config.value_types import describe
+from mtrl.config.yaml_io import to_inline_yaml
 
 
 def explain(name: str | None) -> str:

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from mtrl.config.tree import Leaf, known_leaves
-from mtrl.config.yaml_io import write_yaml
+from mtrl.config.yaml_io import to_inline_yaml
 
 HEADER = """\
 # Every key with its default. `make reference` writes this file from mtrl/config/tree.py.
@@ -73,11 +73,6 @@ def list_choices(annotation: Any) -> list[str]:
         allowed = [word for member in members for word in words.get(member) or get_args(member)]
         return allowed if allowed != ["true", "false"] else []
     return []
-
-
-def to_inline_yaml(value: Any) -> str:
-    """The value as YAML on one line."""
-    return write_yaml({"value": value}).removeprefix("value: ").strip()
 
 
 if __name__ == "__main__":

@@ -1,48 +1,34 @@
 """Reads YAML and overrides into a `Config`, or reports all errors at once.
 
-Overrides win over the file, and the file over the defaults. OmegaConf resolves `${...}` between keys
-(`worker.actor.global_batch_size: ${dataset.rollout_batch_size}`); a literal `${` is written `\\${`.
+Overrides win over the file, the file over those that it inherits from (layers.py), and these over the defaults.
+OmegaConf resolves `${...}` between keys (`worker.actor.global_batch_size: ${dataset.rollout_batch_size}`); a literal
+`${` is written `\\${`.
 """
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, UnsupportedInterpolationType
 
 from mtrl.config.checks import Conflict, find_conflicts
-from mtrl.config.command_line import read_arguments
 from mtrl.config.config_error import ConfigError
-from mtrl.config.nearest import list_section, suggest
-from mtrl.config.packaged import find_config, similar_names
-from mtrl.config.paths import resolve_paths
-from mtrl.config.plain_values import ESCAPE_HINT, find_endless_references, first_line, has_reference, to_plain
-from mtrl.config.tree import RENAMED_KEYS, Config, known_leaves, known_sections
-from mtrl.config.value_types import BadValue, format_key, format_value, validate
-from mtrl.config.yaml_io import BadYaml, YamlFile, read_text, write_yaml
+from mtrl.config.layers import Setting, apply_resets, file_settings, merge_mappings, override_settings
+from mtrl.config.packaged import find_config
+from mtrl.config.plain_values import ESCAPE_HINT, find_endless_references, first_line, has_reference
+from mtrl.config.tree import Config, known_leaves, known_sections
+from mtrl.config.value_types import BadValue, format_value, validate
+from mtrl.config.yaml_io import write_yaml
 
 Node = TypeVar("Node")
-Where = Callable[[str], str]  # dotted key -> the file and line that set it, or "command line"
-MAX_LEVELS = 10  # nested sections; the tree has fewer
-MAX_SUGGESTIONS = 20  # with more errors, unknown keys get no suggestions: the search is slow
 
 logger = logging.getLogger(__name__)
-
-
-class Setting(NamedTuple):
-    """One key that a file or an override sets: a leaf of the tree, or a key inside a free-form mapping."""
-
-    leaf: str
-    key: str
-    value: Any
-    where: str
-    old_name: str | None = None  # set if the key was given by its former name
 
 
 def load_config(
@@ -55,8 +41,7 @@ def load_config(
     they exist there; those in a file that a run has `saved` are taken as they are.
     """
     errors: list[str] = []
-    settings = [] if path is None else _file_settings(find_config(path), errors, saved)
-    settings += _override_settings(overrides, errors)
+    settings = _read_layers(path, overrides, saved, errors)
     for setting in settings:
         if setting.old_name is not None and not saved:
             logger.warning("%s: %s is now called %s", setting.where, setting.old_name, setting.key)
@@ -71,9 +56,21 @@ def load_config(
     return config
 
 
+def find_origins(path: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> dict[str, str]:
+    """The file and line, or the command line, that each set leaf has its value from; the others have their defaults."""
+    return {setting.leaf: setting.where for setting in _read_layers(path, overrides, saved=False, errors=[])}
+
+
+def _read_layers(
+    path: str | Path | None, overrides: Sequence[str] | Mapping[str, Any], saved: bool, errors: list[str]
+) -> list[Setting]:
+    layers = [] if path is None else file_settings(find_config(path), errors, saved)
+    return apply_resets(layers) + override_settings(overrides, errors)
+
+
 def read_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that overrides set, unchecked; `load_config` reports errors in them."""
-    return {setting.leaf: setting.value for setting in _override_settings(overrides, [])}
+    return {setting.leaf: setting.value for setting in override_settings(overrides, [])}
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -87,83 +84,6 @@ def to_yaml(config: Config) -> str:
     return write_yaml(escape_references(to_dict(config)))
 
 
-def _file_settings(path: Path, errors: list[str], saved: bool) -> list[Setting]:
-    try:
-        file = YamlFile(read_text(path))
-    except BadYaml as error:
-        errors.append(f"{format_key(str(path))}{error}{_packaged_hint(path, error.__cause__)}")
-        return []
-
-    def where(key: str) -> str:
-        return f"{format_key(str(path))}:{file.line(key)}"
-
-    errors += [f"{where(key)}: {format_key(key)}: set twice; remove one of the two" for key, _ in file.repeated]
-    settings = _read_settings(file.content.items(), where, errors)
-    return settings if saved else [_resolve_paths(setting, path.absolute().parent) for setting in settings]
-
-
-def _packaged_hint(path: Path, error: BaseException | None) -> str:
-    if not isinstance(error, FileNotFoundError) or path.is_absolute():
-        return ""
-    if names := similar_names(path):
-        return f"; did you mean the packaged {' or '.join(names)}?"
-    return "; mtrl config --list shows the packaged configurations"
-
-
-def _override_settings(overrides: Sequence[str] | Mapping[str, Any], errors: list[str]) -> list[Setting]:
-    from_python = isinstance(overrides, Mapping)
-    pairs = list(overrides.items() if isinstance(overrides, Mapping) else read_arguments(overrides, errors))
-    settings = _read_settings(pairs, lambda key: "overrides" if from_python else "command line", errors)
-    return [_resolve_paths(setting, None) for setting in settings]
-
-
-def _resolve_paths(setting: Setting, folder: Path | None) -> Setting:
-    kind = known_leaves()[setting.leaf].path_kind
-    return setting if kind is None else setting._replace(value=resolve_paths(setting.value, kind, folder))
-
-
-def _read_settings(pairs: Iterable[tuple[Any, Any]], where: Where, errors: list[str]) -> list[Setting]:
-    settings = [setting for key, value in pairs for setting in _flatten(key, value, where, errors)]
-    new_names = {setting.key for setting in settings if setting.old_name is None}
-    for setting in settings:
-        if setting.old_name is not None and setting.key in new_names:
-            errors.append(
-                f"{setting.where}: {setting.old_name}: the old name of {setting.key}, which is set too; remove "
-                f"{setting.old_name}"
-            )
-    return settings
-
-
-def _flatten(key: Any, value: Any, where: Where, errors: list[str]) -> Iterator[Setting]:
-    """The leaves that `key: value` sets, section by section; unknown keys are reported."""
-    if not isinstance(key, str):
-        errors.append(f"{where('')}: {format_value(key)}: a key must be text, got {type(key).__name__}")
-        return
-    new_name = RENAMED_KEYS.get(key, key)
-    leaf, is_section, prefix = find_leaf(new_name), key in known_sections(), f"{where(key)}: {format_key(key)}"
-    if leaf is not None:
-        try:
-            yield Setting(leaf, new_name, to_plain(value), where(key), None if new_name == key else key)
-        except BadValue as error:
-            errors.append(f"{prefix}: cannot be used: {error}")
-    elif isinstance(value, Mapping) and (is_section or value) and key.count(".") < MAX_LEVELS:
-        # An unknown section is reported key by key.
-        for name, inner in value.items():
-            yield from _flatten(f"{key}.{name}", inner, where, errors)
-    elif not is_section:
-        errors.append(f"{prefix}: unknown key{suggest(key) if len(errors) < MAX_SUGGESTIONS else ''}")
-    elif value is not None:  # a section whose keys are all commented out is fine
-        errors.append(f"{prefix}: this is a section, got {format_value(value)}; {list_section(key + '.')}")
-
-
-def find_leaf(key: str) -> str | None:
-    """The key itself, or the free-form mapping that contains it (`worker.rollout.engine_kwargs.dtype`)."""
-    if key in known_leaves():
-        return key
-    mappings = (name for name, leaf in known_leaves().items() if get_origin(leaf.annotation) is Mapping)
-    return next((name for name in mappings if key.startswith(name + ".") and "" not in key.split(".")), None)
-
-
 def _merge(settings: Sequence[Setting]) -> dict[str, Any]:
     """The defaults with the settings applied in order; `${...}` is not resolved yet."""
     tree = to_dict(Config())
@@ -174,7 +94,7 @@ def _merge(settings: Sequence[Setting]) -> dict[str, Any]:
             if not isinstance(node.get(step), dict):  # only inside a free-form mapping
                 node[step] = {}
             node = node[step]
-        node[name] = setting.value
+        node[name] = merge_mappings(node.get(name), setting.value) if setting.merges else setting.value
     return tree
 
 

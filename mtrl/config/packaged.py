@@ -16,15 +16,16 @@ def packaged_configs() -> dict[str, Path]:
 
 
 def find_config(path: str | Path) -> Path:
-    """The path itself if it exists, else the packaged configuration of that name; `.yaml` may be left out, and after
-    `mtrl:` the folder `experiments/`, too."""
-    path = Path(path)
-    if os.path.exists(path):
-        return path
-    known = packaged_configs()
-    name = path.as_posix().removeprefix(PREFIX)
-    names = [name, f"experiments/{name}"] if path.as_posix().startswith(PREFIX) else [name]
-    return next((known[each] for short in names for each in (short, f"{short}.yaml") if each in known), path)
+    """The path itself if it exists, else the packaged configuration of that name, if any."""
+    return Path(path) if os.path.exists(path) else find_packaged(path) or Path(path)
+
+
+def find_packaged(name: str | Path) -> Path | None:
+    """The packaged configuration of that name; `.yaml` may be left out, and after `mtrl:` the folder `experiments/`."""
+    known, text = packaged_configs(), Path(name).as_posix()
+    short = text.removeprefix(PREFIX)
+    names = [short, f"experiments/{short}"] if text.startswith(PREFIX) else [short]
+    return next((known[each] for name in names for each in (name, f"{name}.yaml") if each in known), None)
 
 
 def is_config(name: str) -> bool:

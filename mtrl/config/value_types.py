@@ -26,6 +26,10 @@ def validate(value: Any, annotation: Any, within: str | None) -> Any:
         raise BadValue(f"expected {expected}, got {format_value(value)}{_hint(value, annotation)}") from None
 
 
+def allows_null(annotation: Any) -> bool:
+    return types.NoneType in get_args(annotation)
+
+
 class _Misfit(Exception):
     pass
 

@@ -89,6 +89,13 @@ def write_yaml(content: dict[str, Any]) -> str:
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
+def to_inline_yaml(value: Any) -> str:
+    """The value as YAML on one line."""
+    style = {"default_flow_style": True, "width": float("inf")}
+    text = yaml.dump({"value": value}, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **style)
+    return text.strip().removeprefix("{value: ").removesuffix("}")
+
+
 def read_value(text: str) -> Any:
     """Parse one value of the command line as in a file."""
     try:
@@ -118,11 +125,12 @@ def read_text(path: Path) -> str:
 
 
 class _Document:
-    """The content of a text, the line of each (dotted) key, and the keys that are set twice."""
+    """The content of a text, the line of each (dotted) key, the keys that are set twice, and those that are null."""
 
     def __init__(self, text: str) -> None:
         self.content: Any = None
         self.repeated: list[tuple[str, int]] = []
+        self.nulls: frozenset[str] = frozenset()  # keys with an explicit null, unlike those without a value
         self._lines: dict[str, int] = {}
         self._nodes = 0
         try:
@@ -167,6 +175,8 @@ class _Document:
             if key in self._lines:
                 self.repeated.append((key, mark.line + 1))
             self._lines[key] = mark.line + 1
+            if value.tag == f"{_YAML}null" and value.value:
+                self.nulls |= {key}
             self._walk(value, key + ".", above)
 
 

@@ -1,10 +1,14 @@
 """Packaged configurations can be named wherever a file is expected."""
 
+import hashlib
+import json
+from pathlib import Path
+
 import pytest
 from config_helpers import get_errors
 
 from mtrl.cli import main
-from mtrl.config import load_config
+from mtrl.config import load_config, to_yaml
 from mtrl.config.packaged import CONFIG_DIR, packaged_configs
 
 
@@ -74,3 +78,19 @@ def test_the_list_names_each_with_its_first_line(capsys):
 def test_the_command_line_takes_the_name(capsys):
     assert main(["config", "experiments/zoo/tprl_full", "dataset.seed=5"]) == 0
     assert "experiment_name: zoo-tprl_full" in capsys.readouterr().out
+
+
+def test_resolved_values_are_those_of_the_files_before_they_inherited():
+    """Hashes of all resolved configurations, made when every file spelled out all of its keys."""
+    hashes = json.loads((Path(__file__).parents[1] / "data/resolved_configs.json").read_text())
+    for name, expected in hashes.items():
+        path = CONFIG_DIR.parent / name if name.startswith("embedded/") else CONFIG_DIR / name
+        resolved = to_yaml(load_config(path)).replace(str(CONFIG_DIR), "")
+        assert hashlib.sha256(resolved.encode()).hexdigest()[:16] == expected, name
+    assert set(packaged_configs()) - set(hashes) == {"scaled_down.yaml"}
+
+
+def test_packaged_files_are_short():
+    """They inherit instead of repeating each other: 3,272 lines before."""
+    files = [*packaged_configs().values(), *(CONFIG_DIR.parent / "embedded").glob("*.yaml")]
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 1000
