@@ -93,12 +93,12 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "return padded.unfold(-1, 2 * radius + 1, 1) @ (kernel / kernel.sum())",
     ): "of one dimension the last is the first",
     (
-        "losses.policy_term",
-        "gain = torch.where(advantage <= 0, torch.maximum(gain, rule.clip_dual * advantage), gain)",
+        "losses.Ppo.term",
+        "gain = torch.where(advantage <= 0, torch.maximum(gain, self.clip_ratio_dual * advantage), gain)",
     ): "at A = 0 both are 0, with a gradient of 0",
     (
-        "losses.policy_term",
-        "tau = torch.where(advantage >= 0, rule.tau_positive, rule.tau_negative)",
+        "losses.Sapo.term",
+        "tau = torch.where(advantage >= 0, self.tau_positive, self.tau_negative)",
     ): "at A = 0 the term is 0 with either tau",
     ("losses.weighted_sum", "return (weight * torch.where(weight != 0, term, 1.0)).sum()"): "0 * 1 is 0",
     ("losses.weighted_sum", "return (weight * torch.where(weight != 0, term, -1.0)).sum()"): "0 * -1 is 0",

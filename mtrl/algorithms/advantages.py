@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mtrl.algorithms.groups import group_mean, group_sizes, group_std, group_sum, whiten
 from mtrl.types import Experience, Needs
+from mtrl.utils.registry import Registry
 
 Scale = Literal["group", "batch", "none"]
 STD_EPSILON = 1e-6
@@ -92,10 +93,15 @@ Estimated = tuple[Tensor, Tensor | None]  # A [N, T]; returns [N, T]
 
 
 class Estimator(ABC):
-    needs: ClassVar[Needs] = Needs()  # the signals it reads
+    """Estimates advantages; its fields are keys of `optimization` with the same names."""
+
+    needs: ClassVar[Needs] = Needs()  # the signals it reads; "values": a critic is trained on the returns
+    needs_baseline: ClassVar[bool] = False  # whether it reads `rewards.baseline`, of a greedy response to each prompt
 
     @abstractmethod
-    def estimate(self, experience: Experience, penalty: Tensor | None) -> Estimated: ...
+    def estimate(self, experience: Experience, penalty: Tensor | None) -> Estimated:
+        """A [N, T], 0 off the mask, and the returns [N, T] that a critic learns, if any. `penalty` [N, T] is the
+        divergence from the reference, if it is part of the reward."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,8 @@ class Rloo(Estimator):
 
 @dataclass(frozen=True)
 class Remax(Estimator):
+    needs_baseline = True
+
     def estimate(self, experience: Experience, penalty: Tensor | None) -> Estimated:
         baseline = experience.rewards.baseline
         assert baseline is not None, "remax compares with greedy responses"
@@ -146,13 +154,11 @@ class Gae(Estimator):
         return gae(rewards, values, mask, self.gamma, self.lam)
 
 
-ESTIMATORS: dict[str, type] = {
-    "grpo": Grpo,
-    "rloo": Rloo,
-    "remax": Remax,
-    "reinforce_plus_plus": ReinforcePlusPlus,
-    "gae": Gae,
-}
+ESTIMATORS = Registry[Estimator](
+    "advantage estimator",
+    (Estimator,),
+    {"gae": Gae, "grpo": Grpo, "rloo": Rloo, "remax": Remax, "reinforce_plus_plus": ReinforcePlusPlus},
+)
 
 
 def penalized_rewards(experience: Experience, penalty: Tensor | None) -> Tensor:

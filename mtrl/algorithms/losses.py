@@ -6,6 +6,7 @@ optimizer step. A term's loss is then sum(weight * term), and micro-batches and 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,30 +17,83 @@ from mtrl.algorithms.divergence import Divergence, Penalty, divergence
 from mtrl.algorithms.groups import row_mean
 from mtrl.algorithms.signals import LOG_RATIO_LIMIT
 from mtrl.types import LossWeights, TrainBatch
+from mtrl.utils.registry import Registry
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
 Level = Literal["token", "sequence"]
 
 
 @dataclass(frozen=True)
-class PolicyLoss:
-    """The policy-gradient term. `gspo` is `ppo` at the sequence level."""
+class PolicyLoss(ABC):
+    """The policy-gradient term; its fields are configuration keys of the same names."""
 
-    kind: Literal["ppo", "cispo", "sapo"] = "ppo"
-    level: Level = "token"
-    clip_low: float = 0.2
-    clip_high: float = 0.3
-    clip_dual: float | None = 3.0
+    importance_sampling_level: Level = "token"
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.3
+
+    @property
+    def level(self) -> Level:
+        return self.importance_sampling_level
+
+    @abstractmethod
+    def term(self, ratio: Tensor, logp: Tensor, advantage: Tensor) -> Tensor:
+        """[N, T] loss of each token, with gradients, from the importance ratio, the log-probs and the advantages."""
+
+    def clipped(self, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, T] bool each: tokens clipped at the lower and at the upper end, for metrics."""
+        low = (ratio < 1 - self.clip_ratio_low) & (advantage < 0)
+        return low, (ratio > 1 + self.clip_ratio_high) & (advantage > 0)
+
+
+@dataclass(frozen=True)
+class Ppo(PolicyLoss):
+    clip_ratio_dual: float | None = 3.0
+
+    def term(self, ratio: Tensor, logp: Tensor, advantage: Tensor) -> Tensor:
+        clipped = ratio.clamp(1 - self.clip_ratio_low, 1 + self.clip_ratio_high)
+        gain = torch.minimum(ratio * advantage, clipped * advantage)
+        if self.clip_ratio_dual is not None:
+            gain = torch.where(advantage < 0, torch.maximum(gain, self.clip_ratio_dual * advantage), gain)
+        return -gain
+
+
+@dataclass(frozen=True)
+class Gspo(Ppo):
+    """PPO with one ratio per response."""
+
+    @property
+    def level(self) -> Level:
+        return "sequence"
+
+
+@dataclass(frozen=True)
+class Cispo(PolicyLoss):
     cispo_clip_high: float = 5.0
+
+    def term(self, ratio: Tensor, logp: Tensor, advantage: Tensor) -> Tensor:
+        return -ratio.detach().clamp(max=self.cispo_clip_high) * advantage * logp
+
+
+@dataclass(frozen=True)
+class Sapo(PolicyLoss):
     tau_positive: float = 1.0
     tau_negative: float = 1.05
+
+    def term(self, ratio: Tensor, logp: Tensor, advantage: Tensor) -> Tensor:
+        tau = torch.where(advantage > 0, self.tau_positive, self.tau_negative)
+        return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantage
+
+
+POLICY_LOSSES = Registry[PolicyLoss](
+    "policy loss", (PolicyLoss,), {"ppo": Ppo, "gspo": Gspo, "cispo": Cispo, "sapo": Sapo}
+)
 
 
 @dataclass(frozen=True)
 class Loss:
     """Everything the actor knows of the algorithm; a coefficient of 0 removes its term."""
 
-    policy: PolicyLoss = PolicyLoss()
+    policy: PolicyLoss = Ppo()
     divergence: Penalty = "low_var_kl"
     divergence_coef: float = 0.0
     entropy_penalty_coef: float = 0.0
@@ -74,13 +128,14 @@ def total_loss(
     if correction is None:
         correction = mismatch_correction(old, sampled, mask, loss.tis_clip, loss.tis_level)
     ratio = importance_ratio(logp, old, mask, loss.policy.level)
-    policy = weighted_sum(weights.policy * correction, policy_term(loss.policy, ratio, logp, batch.advantage))
+    policy = weighted_sum(weights.policy * correction, loss.policy.term(ratio, logp, batch.advantage))
     total = policy
+    low, high = loss.policy.clipped(ratio, batch.advantage)
     metrics = {
         "pg_loss": policy,
         "approx_kl": weighted_sum(weights.token, old - logp),
-        "clipfrac_low": weighted_sum(weights.token, (ratio < 1 - loss.policy.clip_low) & (batch.advantage < 0)),
-        "clipfrac_high": weighted_sum(weights.token, (ratio > 1 + loss.policy.clip_high) & (batch.advantage > 0)),
+        "clipfrac_low": weighted_sum(weights.token, low),
+        "clipfrac_high": weighted_sum(weights.token, high),
     }
     if fresh:  # otherwise the probe reports the gap
         metrics["logprob_gap_mean"] = weighted_sum(weights.token, (old - sampled).abs())
@@ -113,20 +168,6 @@ def importance_ratio(logp: Tensor, old: Tensor, mask: Tensor, level: Level) -> T
         return log_ratio.exp()
     sequence = row_mean(log_ratio.detach(), mask).exp().to(logp.dtype)[:, None]
     return sequence * (logp - logp.detach()).where(mask, 0.0).exp()
-
-
-def policy_term(rule: PolicyLoss, ratio: Tensor, logp: Tensor, advantage: Tensor) -> Tensor:
-    """[N, T] loss of each token."""
-    if rule.kind == "ppo":
-        clipped = ratio.clamp(1 - rule.clip_low, 1 + rule.clip_high)
-        gain = torch.minimum(ratio * advantage, clipped * advantage)
-        if rule.clip_dual is not None:
-            gain = torch.where(advantage < 0, torch.maximum(gain, rule.clip_dual * advantage), gain)
-        return -gain
-    if rule.kind == "cispo":
-        return -ratio.detach().clamp(max=rule.cispo_clip_high) * advantage * logp
-    tau = torch.where(advantage > 0, rule.tau_positive, rule.tau_negative)
-    return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantage
 
 
 def weighted_sum(weight: Tensor, term: Tensor) -> Tensor:

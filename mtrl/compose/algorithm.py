@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import fields
 from functools import reduce
-from typing import get_type_hints
+from typing import Any, TypeVar
 
 from mtrl.algorithms.advantages import ESTIMATORS, Estimator
 from mtrl.algorithms.batches import BatchPlan
@@ -18,12 +18,11 @@ from mtrl.algorithms.credit.rule import DecodeTokens
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.divergence import Divergence
 from mtrl.algorithms.filtering import GroupFilter
-from mtrl.algorithms.losses import Loss, PolicyLoss
+from mtrl.algorithms.losses import POLICY_LOSSES, Loss, PolicyLoss
 from mtrl.algorithms.replay import ReplayRule
 from mtrl.algorithms.value_loss import ValueLoss
 from mtrl.config import Config, ConfigError
 from mtrl.config.tree import OptimConfig
-from mtrl.config.value_types import BadValue, validate
 from mtrl.models.adapters import AdapterSettings
 from mtrl.models.load_model import DTYPES
 from mtrl.models.perturb import Perturbation
@@ -31,9 +30,11 @@ from mtrl.training.algorithm_spec import NOTHING, AlgorithmSpec
 from mtrl.training.dynamic_sampling import Filtering
 from mtrl.types import Needs, Sampling
 from mtrl.utils.plugins import PluginError
+from mtrl.utils.registry import Registry, Spec
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 
+T = TypeVar("T")
 GPU_TOKENS_PER_MICRO_BATCH = 32768  # if they fit; few large passes keep a GPU busy
 GPU_TOKENS_PER_PROBE = 65536  # more than in an update: passes without gradient keep no activations
 ATTENTION_METRICS_INTERVAL = 10  # steps between measurements of attention that serve only metrics
@@ -90,7 +91,7 @@ def make_algorithm(
         sync_ref_every=config.worker.ref.sync_every or 0,
         reward_needs=reduce(Needs.__or__, rewards, NOTHING),
         filtering=make_filtering(config),
-        greedy_baseline=optimization.advantage_estimator == "remax",
+        greedy_baseline=estimator.needs_baseline,
         replay=replay,
         value_loss=ValueLoss(config.worker.critic.cliprange_value),
         critic_warmup=critic_warmup_steps(config),
@@ -147,9 +148,17 @@ def make_batch_plan(config: Config) -> BatchPlan:
 
 
 def make_estimator(config: Config) -> Estimator:
-    """The advantage estimator; its fields are the keys of `optimization` with the same names."""
-    kind = ESTIMATORS[config.optimization.advantage_estimator]
-    return kind(**{f.name: getattr(config.optimization, f.name) for f in fields(kind)})
+    optimization = config.optimization
+    return make_named(ESTIMATORS, "optimization.advantage_estimator", optimization.advantage_estimator, optimization)
+
+
+def make_named(registry: Registry[T], key: str, spec: Spec, *sections: Any) -> T:
+    """The object that a key names; keys of the sections are offered as its arguments."""
+    offered = {field.name: getattr(section, field.name) for section in sections for field in fields(section)}
+    try:
+        return registry.make(spec, offered)
+    except PluginError as error:
+        raise ConfigError([f"{key}: {error}"]) from error
 
 
 def make_training_sampling(config: Config) -> Sampling:
@@ -192,27 +201,9 @@ def make_credit_rules(config: Config) -> tuple[Rule, ...]:
     if optimization.enable_token_weights:
         rules.append(make_attention_weights(config))
     try:
-        additional = [make_rule(entry) for entry in optimization.credit]
-        for rule in additional:
-            check_arguments(rule)
-        return (*rules, *additional)
+        return (*rules, *(make_rule(entry) for entry in optimization.credit))
     except PluginError as error:
         raise ConfigError([f"optimization.credit: {error}"]) from error
-
-
-def check_arguments(rule: Rule) -> None:
-    """Check the values of a rule's fields against those annotations that a configuration can have."""
-    hints = get_type_hints(type(rule))
-    for argument in fields(rule):  # type: ignore[arg-type]
-        value = getattr(rule, argument.name)
-        if isinstance(value, Rule):  # a wrapped rule
-            check_arguments(value)
-        try:
-            validate(value, hints[argument.name], None)
-        except BadValue as error:
-            raise PluginError(f"{type(rule).__name__}: {argument.name}: {error}") from error
-        except TypeError:  # an annotation that no key has
-            continue
 
 
 def make_attention_weights(config: Config) -> AttentionWeights:
@@ -242,16 +233,7 @@ def make_divergence(config: Config) -> Divergence | None:
 
 def make_policy_loss(config: Config) -> PolicyLoss:
     optimization, actor = config.optimization, config.worker.actor
-    return PolicyLoss(
-        kind="ppo" if optimization.policy_loss == "gspo" else optimization.policy_loss,
-        level="sequence" if optimization.policy_loss == "gspo" else optimization.importance_sampling_level,
-        clip_low=actor.clip_ratio_low,
-        clip_high=actor.clip_ratio_high,
-        clip_dual=actor.clip_ratio_dual,
-        cispo_clip_high=optimization.cispo_clip_high,
-        tau_positive=optimization.tau_positive,
-        tau_negative=optimization.tau_negative,
-    )
+    return make_named(POLICY_LOSSES, "optimization.policy_loss", optimization.policy_loss, optimization, actor)
 
 
 def make_adapter_settings(config: Config) -> AdapterSettings | None:

@@ -112,7 +112,7 @@ def run_record(source: ExportSource, folder: Path) -> CardRun:
     return CardRun(
         name=config.training.experiment_name,
         step=source.step,
-        algorithm=config.optimization.advantage_estimator,
+        algorithm=config.estimator_name,
         settings=changed_settings(config),
         data=data_description(config),
         rewards=reward_description(config),

@@ -28,7 +28,7 @@ from mtrl.utils.terminal import separate_log
 def build_trackers(config: Config, steps: int, encoder: TextEncoder, directory: Path, done: int = 0) -> list[Tracker]:
     """`done`: the steps of earlier attempts that this one continues from."""
     training = config.training
-    grouped = config.optimization.advantage_estimator in GROUP_ESTIMATORS
+    grouped = config.estimator_name in GROUP_ESTIMATORS
     logs = LogPaths.make(directory / "logs", training.rollout_log_path, training.attention_diag_log_path)
     files = RunFiles(directory, training.realtime_rollout_logging)
     trackers: list[Tracker] = [

@@ -1,4 +1,4 @@
-"""The configuration: a typed tree (tree.py), its loader (load_config.py), its checks (value_types.py, checks.py)."""
+"""The configuration: a typed tree (tree.py), its loader (load_config.py), its checks (checks.py)."""
 
 from mtrl.config.checks import find_warnings
 from mtrl.config.command_line import take_file

@@ -81,7 +81,7 @@ def find_warnings(config: Config) -> Iterator[str]:
     if config.worker.actor.model.peft_type is not None:
         yield from _warn_about_adapters(config)
     rates = {"worker.actor.optim.lr": config.worker.actor.optim.lr}
-    if optimization.advantage_estimator == "gae":
+    if config.estimator_name == "gae":
         rates["worker.critic.optim.lr"] = config.worker.critic.optim.lr
         yield from _warn_about_critic(config)
     for key, lr in rates.items():
@@ -204,7 +204,7 @@ def _check_batches_and_lengths(config: Config) -> Iterator[Conflict]:
 
 
 def _check_groups(config: Config) -> Iterator[Conflict]:
-    estimator, n = config.optimization.advantage_estimator, config.rollouts_per_prompt
+    estimator, n = config.estimator_name, config.rollouts_per_prompt
     if n > 1 and estimator == "remax" and config.worker.reward.normalize == "normalize_then_sum":
         yield Conflict(
             ("worker.reward.normalize", "optimization.advantage_estimator"),

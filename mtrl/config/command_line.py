@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mtrl.config.tree import known_leaves
-from mtrl.config.value_types import format_key, is_text
 from mtrl.config.yaml_io import BadYaml, read_value
+from mtrl.utils.value_types import format_key, is_text
 
 _ASSIGNMENT = re.compile(r"(?:--)?([^=/\\\s]+)=(.*)", re.DOTALL)  # not a path that contains `=`
 

@@ -7,8 +7,8 @@ from mtrl.config.foreign_keys import foreign_names
 from mtrl.config.key_reference import make_reference, section_lines
 from mtrl.config.nearest import suggest
 from mtrl.config.tree import RENAMED_KEYS, known_leaves, known_sections
-from mtrl.config.value_types import describe
 from mtrl.config.yaml_io import to_inline_yaml
+from mtrl.utils.value_types import describe, describe_names
 
 
 def explain(name: str | None) -> str:
@@ -31,7 +31,7 @@ def _facts(key: str) -> Iterator[tuple[str, str]]:
     leaf = known_leaves()[key]
     yield "meaning", leaf.meaning
     yield "default", to_inline_yaml(leaf.default)
-    yield "takes", describe(leaf.annotation, leaf.within)
+    yield "takes", describe_names(leaf.names) if leaf.names else describe(leaf.annotation, leaf.within)
     yield "on resuming", "may be changed" if leaf.may_change else "must stay the same; another value is another run"
     if leaf.path_kind:
         yield "paths", "relative to the YAML that sets them if they exist there, else to the working directory"

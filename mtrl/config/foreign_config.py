@@ -17,8 +17,8 @@ from mtrl.config.load_config import build_config, escape_references
 from mtrl.config.plain_values import find_endless_references, first_line, to_plain
 from mtrl.config.tree import Config, known_leaves
 from mtrl.config.trl_script import Script, read_script
-from mtrl.config.value_types import BadValue, format_key, format_value, validate
 from mtrl.config.yaml_io import BadYaml, YamlFile, read_text, read_value, write_yaml
+from mtrl.utils.value_types import BadValue, format_key, format_value
 
 MAPS, DIFFERS, LOST, DEFAULT = "maps", "another meaning", "no counterpart", "their default"
 KWARGS = "worker.rollout.engine_kwargs"
@@ -120,7 +120,7 @@ class ConfigConverter:
     def _validate(self, key: str, value: Any) -> Any:
         leaf = known_leaves().get(key)
         value = value if isinstance(value, str) else to_plain(value)  # references are resolved: a `${` left is text
-        return value if leaf is None else validate(value, leaf.annotation, leaf.within)
+        return value if leaf is None else leaf.validate(value)
 
     def _drop_conflicts(self) -> None:
         """Leave out values that contradict each other here, so that the result loads."""
@@ -229,7 +229,7 @@ def _is_set(key: str, flat: Mapping[str, Any]) -> bool:
 def _takes_none(key: str) -> bool:
     leaf = known_leaves()[key]
     try:
-        validate(None, leaf.annotation, leaf.within)
+        leaf.validate(None)
     except BadValue:
         return False
     return True

@@ -58,7 +58,7 @@ def _lines(wanted: str) -> Iterable[KeyLine]:
 
 
 def comment(leaf: Leaf) -> str:
-    allowed = ", ".join(list_choices(leaf.annotation))
+    allowed = ", ".join([*leaf.names, "file.py:Name"] if leaf.names else list_choices(leaf.annotation))
     return leaf.meaning + (f" ({allowed})" if allowed else "") + (" *" if leaf.path_kind else "")
 
 

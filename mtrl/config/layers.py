@@ -15,8 +15,8 @@ from mtrl.config.packaged import PREFIX, find_packaged, similar_names
 from mtrl.config.paths import resolve_paths
 from mtrl.config.plain_values import to_plain
 from mtrl.config.tree import RENAMED_KEYS, known_leaves, known_sections
-from mtrl.config.value_types import BadValue, allows_null, format_key, format_value
 from mtrl.config.yaml_io import BadYaml, YamlFile, read_text
+from mtrl.utils.value_types import BadValue, allows_null, format_key, format_value
 
 Where = Callable[[str], str]  # dotted key -> the file and line that set it, or "command line"
 BASE = "base"

@@ -23,8 +23,8 @@ from mtrl.config.layers import Setting, apply_resets, file_settings, merge_mappi
 from mtrl.config.packaged import find_config
 from mtrl.config.plain_values import ESCAPE_HINT, find_endless_references, first_line, has_reference
 from mtrl.config.tree import Config, known_leaves, known_sections
-from mtrl.config.value_types import BadValue, format_value, validate
 from mtrl.config.yaml_io import write_yaml
+from mtrl.utils.value_types import BadValue, format_value
 
 Node = TypeVar("Node")
 
@@ -115,7 +115,7 @@ def _validate_values(layers: dict[str, Any], where: Mapping[str, str], errors: l
                 value = OmegaConf.select(tree, key, throw_on_missing=True)
                 if OmegaConf.is_config(value):
                     value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-            values[key] = validate(value, leaf.annotation, leaf.within)
+            values[key] = leaf.validate(value)
         except BadValue as error:
             errors.append(f"{source}: {key}: {error}")
         except (OmegaConfBaseException, RecursionError) as error:

@@ -7,8 +7,8 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mtrl.config.value_types import BadValue
 from mtrl.config.yaml_io import MAX_DEPTH, MAX_NODES
+from mtrl.utils.value_types import BadValue
 
 MAX_INT = 2**63 - 1
 MAX_REFERENCES = 50  # per value, direct and indirect; also the maximum number of values with references

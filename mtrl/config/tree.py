@@ -1,6 +1,6 @@
 """The configuration tree: every key with its type, default, allowed values and meaning.
 
-The classes only hold values. `load_config.py` fills them from YAML and overrides, `value_types.py` checks a value
+The classes only hold values. `load_config.py` fills them from YAML and overrides, `utils/value_types.py` checks a value
 against its annotation and range, `checks.py` finds values that contradict each other. No field is derived from another:
 if the meaning of `null` depends on other keys, a property computes it, so a saved configuration equals the written one.
 
@@ -14,20 +14,32 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_type_hints
 
 from mtrl.config.paths import PathKind
+from mtrl.utils.registry import spec_name
+from mtrl.utils.value_types import check_names, validate
 
 GROUP_ESTIMATORS = ("grpo", "rloo")  # compare the responses to one prompt
+SINGLE_RESPONSE_ESTIMATORS = ("gae", "remax", "reinforce_plus_plus")  # one response per prompt by default
 DEFAULT_GROUP_SIZE = 8
 
 Logger = Literal["console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 
 
 def key(
-    default: Any, meaning: str, within: str | None = None, may_change: bool = False, path_kind: PathKind | None = None
+    default: Any,
+    meaning: str,
+    within: str | None = None,
+    may_change: bool = False,
+    path_kind: PathKind | None = None,
+    names: tuple[str, ...] = (),
 ) -> Any:
     """A leaf of the tree. `within` is the interval of a number, or of each number in a list. A key that `may_change`
     does not affect the numbers of a step, so a run may be resumed with another value. A key with a `path_kind` names
-    files, which are looked up next to the YAML that sets it (paths.py)."""
-    metadata = {"meaning": meaning, "within": within, "may_change": may_change, "path_kind": path_kind}
+    files, which are looked up next to the YAML that sets it (paths.py). A key with `names` takes one of them, or a
+    user's class (utils/registry.py)."""
+    path_kind = "code" if names else path_kind
+    metadata = {
+        "meaning": meaning, "within": within, "may_change": may_change, "path_kind": path_kind, "names": names,
+    }  # fmt: skip
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -127,8 +139,8 @@ class TrainingConfig:
 class OptimizationConfig:
     gamma: float = key(1.0, "discount factor of later rewards", "[0, 1]")
     lam: float = key(0.95, "lambda of GAE", "[0, 1]")
-    advantage_estimator: Literal["gae", "grpo", "rloo", "remax", "reinforce_plus_plus"] = key(
-        "grpo", "how advantages are estimated"
+    advantage_estimator: str | Mapping[str, Any] = key(
+        "grpo", "how advantages are estimated", names=("gae", "grpo", "rloo", "remax", "reinforce_plus_plus")
     )
     scale_rewards: Literal["group", "batch", "none"] = key("group", "grpo: standard deviation to divide by")
     disable_divergence: bool = key(False, "no reference model and no divergence term")
@@ -147,7 +159,7 @@ class OptimizationConfig:
     on_short_batch: Literal["continue", "stop"] = run_key(
         "continue", "if groups are still missing: train without them, or stop"
     )
-    policy_loss: Literal["ppo", "gspo", "cispo", "sapo"] = key("ppo", "policy-gradient loss")
+    policy_loss: str | Mapping[str, Any] = key("ppo", "policy-gradient loss", names=("ppo", "gspo", "cispo", "sapo"))
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = key("dapo", "how token losses are averaged")
     importance_sampling_level: Literal["token", "sequence"] = key("token", "importance ratio per token or response")
     cispo_clip_high: float = key(5.0, "cispo: maximum importance ratio, absolute", "(0, inf]")
@@ -303,7 +315,7 @@ class RolloutConfig:
     mode: Literal["inprocess", "process", "server"] = key("inprocess", "where vLLM runs")
     address: str | None = key(None, "address of the vLLM server")
     engine_kwargs: Mapping[str, Any] = key({}, "additional arguments for vLLM")
-    n: int | None = key(None, "responses per prompt; null: 8 for grpo and rloo, else 1", "[1, inf)")
+    n: int | None = key(None, "responses per prompt; null: 8, or 1 for gae, remax, reinforce_plus_plus", "[1, inf)")
     temperature: float = key(1.0, "temperature of training rollouts and of all log-probs", "(0, inf)")
     top_p: float = key(1.0, "nucleus sampling: probability mass", "(0, 1]")
     top_k: int = key(-1, "most likely tokens to sample from; -1: all", "[-1, inf)")
@@ -373,10 +385,14 @@ class Config:
     # Values of keys whose `null` depends on other keys.
 
     @property
+    def estimator_name(self) -> str:
+        return spec_name(self.optimization.advantage_estimator) or ""
+
+    @property
     def rollouts_per_prompt(self) -> int:
         if self.worker.rollout.n is not None:
             return self.worker.rollout.n
-        return DEFAULT_GROUP_SIZE if self.optimization.advantage_estimator in GROUP_ESTIMATORS else 1
+        return 1 if self.estimator_name in SINGLE_RESPONSE_ESTIMATORS else DEFAULT_GROUP_SIZE
 
     @property
     def max_new_tokens(self) -> int:
@@ -410,6 +426,13 @@ class Leaf(NamedTuple):
     within: str | None
     may_change: bool
     path_kind: PathKind | None
+    names: tuple[str, ...]
+
+    def validate(self, value: Any) -> Any:
+        """The value as the tree stores it; raises `BadValue` if the key does not take it."""
+        value = validate(value, self.annotation, self.within)
+        check_names(value, self.names)
+        return value
 
 
 @cache

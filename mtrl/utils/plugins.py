@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,25 @@ def load_plugin(spec: str, what: str) -> Any:
         defined = [each for each, value in own.items() if getattr(value, "__module__", None) == module.__name__]
         raise PluginError(f"{source} has no {what} {name or ''}; it has {', '.join(defined) or 'nothing'}")
     return getattr(module, name)
+
+
+def load_user_object(spec: str, what: str) -> Any:
+    """The object that `spec` names; PluginError says in one line what is wrong, even if the file itself raises."""
+    try:
+        return load_plugin(spec, what)
+    except PluginError:
+        raise
+    except Exception as error:  # anything the user's file raises
+        where = find_line(error, split_spec(spec)[0])
+        raise PluginError(f"{spec} cannot be loaded: {type(error).__name__}: {error}{where}") from error
+
+
+def find_line(error: BaseException, file: str) -> str:
+    """` (file.py:12)`: the last line of the file that the error passed through; empty if there is none."""
+    path = Path(file).expanduser().resolve()
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    return f" ({path.name}:{lines[-1]})" if lines else ""
 
 
 def split_spec(spec: str) -> tuple[str, str | None]:

@@ -11,7 +11,7 @@ from tiny_models import checkpoint, get_encoder, prompts_for, random_rollouts
 
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
-from mtrl.algorithms.losses import Loss, PolicyLoss, loss_weights, mismatch_correction
+from mtrl.algorithms.losses import Loss, Ppo, loss_weights, mismatch_correction
 from mtrl.algorithms.value_loss import ValueLoss
 from mtrl.distributed.learner_proxy import DistributedLearner, WorkerHandle
 from mtrl.distributed.torchrun_group import TorchrunWorkerGroup, serve
@@ -137,9 +137,9 @@ def actor_batch(kind, rollouts, signals, seed):
 
 LOSSES = {
     "critic": ValueLoss(0.5),
-    "full divergence": Loss(PolicyLoss(), divergence="full", divergence_coef=0.1),
+    "full divergence": Loss(Ppo(), divergence="full", divergence_coef=0.1),
 }
-LOSS = Loss(PolicyLoss(), divergence="low_var_kl", divergence_coef=0.1, entropy_penalty_coef=0.06)
+LOSS = Loss(Ppo(), divergence="low_var_kl", divergence_coef=0.1, entropy_penalty_coef=0.06)
 
 
 def learn(worker, kind, batches):

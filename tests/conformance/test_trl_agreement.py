@@ -9,7 +9,7 @@ How the two map onto each other:
     loss_type grpo, dapo, dr_grpo, bnpo    kind ppo, the loss type of that name (one batch: bnpo is dapo)
     cispo                                  kind cispo, aggregated as dapo; epsilon_high is `cispo_clip_high`, absolute
     sapo                                   kind sapo, aggregated as grpo
-    delta                                  clip_dual (equal as long as delta > 1 + epsilon_high, as TRL demands)
+    delta                                  clip_ratio_dual (equal as long as delta > 1 + epsilon_high, as TRL demands)
     beta                                   divergence_coef with low_var_kl
     importance_sampling_ratio              correction
     mask_truncated_completions             silenced (equal at beta 0: TRL drops the KL of such rows too, we keep it)
@@ -26,7 +26,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.losses import Loss, PolicyLoss, loss_weights, mismatch_correction, total_loss
+from mtrl.algorithms.losses import POLICY_LOSSES, Loss, loss_weights, mismatch_correction, total_loss
 from mtrl.types import Rollouts, TrainBatch
 
 MAX_LENGTH = 9  # limit of a response; the longest here has 7 tokens, so dr_grpo's denominator is not a token count
@@ -172,16 +172,16 @@ def our_loss(setting: Setting, data: Data, index: slice = slice(None)) -> tuple[
         weights=loss_weights(data.mask.float(), data.mask, aggregation, MAX_LENGTH, silenced=silenced),
         ref_logprobs=data.ref_logprobs,
     )
-    policy = PolicyLoss(
-        kind=kind,  # type: ignore[arg-type]
-        level=setting.level,  # type: ignore[arg-type]
-        clip_low=LOW,
-        clip_high=HIGH,
-        clip_dual=setting.delta,
-        cispo_clip_high=CISPO_HIGH,
-        tau_positive=TAU_POSITIVE,
-        tau_negative=TAU_NEGATIVE,
-    )
+    keys = {
+        "importance_sampling_level": setting.level,
+        "clip_ratio_low": LOW,
+        "clip_ratio_high": HIGH,
+        "clip_ratio_dual": setting.delta,
+        "cispo_clip_high": CISPO_HIGH,
+        "tau_positive": TAU_POSITIVE,
+        "tau_negative": TAU_NEGATIVE,
+    }
+    policy = POLICY_LOSSES.make(kind, keys)
     return total_loss(data.logp[index], batch.rows(torch.arange(rows)[index]), Loss(policy, "low_var_kl", setting.beta))
 
 

@@ -8,7 +8,7 @@ import torch
 from helpers import fake_batch
 from tiny_models import prompt, random_rollouts
 
-from mtrl.algorithms.losses import Loss, PolicyLoss
+from mtrl.algorithms.losses import Loss, Ppo
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder
@@ -23,7 +23,7 @@ from mtrl.workers.reference import Reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-LOSS, NEEDS = Loss(PolicyLoss()), Needs("old_logprobs", "ref_logprobs")
+LOSS, NEEDS = Loss(Ppo()), Needs("old_logprobs", "ref_logprobs")
 
 
 @pytest.fixture(autouse=True)

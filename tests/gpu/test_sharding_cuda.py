@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from tiny_models import checkpoint, get_encoder, prompts_for, random_rollouts
 
-from mtrl.algorithms.losses import Loss, PolicyLoss, loss_weights
+from mtrl.algorithms.losses import Loss, Ppo, loss_weights
 from mtrl.distributed.torchrun_group import join_ranks
 from mtrl.memory.preflight import Limits, preflight
 from mtrl.models.backbone import Backbone
@@ -77,7 +77,7 @@ def learn(actor):
     batch = TrainBatch(
         rollouts, old, advantage.where(mask, 0.0), torch.ones(mask.shape), loss_weights(mask.float(), mask, "dapo", 16)
     )
-    return old, [actor.update([batch], Loss(PolicyLoss())) for _ in range(3)]
+    return old, [actor.update([batch], Loss(Ppo())) for _ in range(3)]
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])

@@ -8,7 +8,7 @@ import torch
 from helpers import fake_batch
 from tiny_models import prompt, random_rollouts
 
-from mtrl.algorithms.losses import Loss, PolicyLoss
+from mtrl.algorithms.losses import Loss, Ppo
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder
@@ -22,7 +22,7 @@ from mtrl.workers.micro_batches import MicroBatching
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 GROUPS, EACH, LENGTH = 8, 16, 256
-LOSS = Loss(PolicyLoss())
+LOSS = Loss(Ppo())
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from update_helpers import (
     widened,
 )
 
-from mtrl.algorithms.losses import Loss, PolicyLoss, mismatch_correction
+from mtrl.algorithms.losses import POLICY_LOSSES, Loss, Ppo, mismatch_correction
 from mtrl.models.forward import Forward
 from mtrl.types import Needs
 from mtrl.workers.micro_batches import MicroBatching
@@ -38,7 +38,7 @@ KINDS = {
     "all streams, grpo": (full_batch, FULL_LOSS),
     "all streams, dapo, gspo": (
         lambda family: full_batch(family, "dapo"),
-        replace(FULL_LOSS, policy=PolicyLoss(level="sequence")),
+        replace(FULL_LOSS, policy=Ppo(importance_sampling_level="sequence")),
     ),
 }
 
@@ -207,7 +207,12 @@ def test_the_reference_stays_when_the_policy_learns(family):
 def test_one_step_on_fresh_rollouts_needs_no_old_pass(family, kind, level):
     """With old log-probs probed just before, or taken from the update's own pass: the same step."""
     rollouts, signals = rollouts_for(family), signals_for(family)
-    loss = Loss(PolicyLoss(kind, level), entropy_penalty_coef=0.06, tis_clip=2.0, tis_level=level)
+    loss = Loss(
+        POLICY_LOSSES.make(kind, {"importance_sampling_level": level}),
+        entropy_penalty_coef=0.06,
+        tis_clip=2.0,
+        tis_level=level,
+    )
     correction = mismatch_correction(signals.old_logprobs, rollouts.rollout_logprobs, rollouts.mask, 2.0, level)
     probed = replace(plain_batch(family), old_logprobs=signals.old_logprobs, correction=correction)
     saved = replace(probed, old_logprobs=None, correction=None)

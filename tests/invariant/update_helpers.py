@@ -15,7 +15,7 @@ from mtrl.algorithms.credit.attention_weights import AttentionWeights
 from mtrl.algorithms.credit.entropy_filter import EntropyFilter
 from mtrl.algorithms.credit.perception_filter import PerceptionFilter
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
-from mtrl.algorithms.losses import Loss, PolicyLoss, loss_weights, mismatch_correction
+from mtrl.algorithms.losses import Loss, Ppo, loss_weights, mismatch_correction
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
 from mtrl.types import Experience, Needs, Rewards, TrainBatch
@@ -103,7 +103,7 @@ def full_batch(family, loss_type="grpo"):
     )
 
 
-FULL_LOSS = Loss(PolicyLoss(), divergence="low_var_kl", divergence_coef=0.1, entropy_penalty_coef=0.06)
+FULL_LOSS = Loss(Ppo(), divergence="low_var_kl", divergence_coef=0.1, entropy_penalty_coef=0.06)
 
 
 def learn(actor, batches, loss=FULL_LOSS):

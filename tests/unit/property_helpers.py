@@ -19,7 +19,7 @@ from mtrl.algorithms.credit.attention_weights import AttentionWeights
 from mtrl.algorithms.credit.entropy_filter import EntropyFilter
 from mtrl.algorithms.credit.perception_filter import PerceptionFilter
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
-from mtrl.algorithms.losses import Loss, PolicyLoss, loss_weights, mismatch_correction, total_loss
+from mtrl.algorithms.losses import POLICY_LOSSES, Loss, loss_weights, mismatch_correction, total_loss
 from mtrl.algorithms.signals import pool_sizes, visual_dependency
 from mtrl.types import SEGMENTS, Credit, Experience, Rollouts, Signals, TrainBatch
 from mtrl.utils.record_rows import take_rows
@@ -92,7 +92,7 @@ MASK_RULES: Rules = (*SWITCHES, AttentionWeights(target="mask"))
 RULES = st.sampled_from([(), (PerceptionFilter(0.4),), ALL_RULES, MASK_RULES])
 LOSSES = st.sampled_from(
     [
-        Loss(PolicyLoss(kind, level), penalty, 0.1, 0.06)
+        Loss(POLICY_LOSSES.make(kind, {"importance_sampling_level": level}), penalty, 0.1, 0.06)
         for kind in ("ppo", "cispo", "sapo")
         for level in ("token", "sequence")
         for penalty in ("kl", "abs", "mse", "low_var_kl")

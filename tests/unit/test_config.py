@@ -16,8 +16,8 @@ from omegaconf import DictConfig, ListConfig
 from mtrl.config import Config, ConfigError, find_warnings, load_config, to_dict, to_yaml
 from mtrl.config.key_reference import make_reference
 from mtrl.config.tree import RENAMED_KEYS, Leaf, known_leaves, known_sections
-from mtrl.config.value_types import parse_interval
 from mtrl.config.yaml_io import YamlFile
+from mtrl.utils.value_types import parse_interval
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "config-reference.yaml"

@@ -8,18 +8,20 @@ import torch
 from helpers import INF, NAN, close, fake_batch, fake_rollouts, make_mask, padded, same
 
 from mtrl.algorithms.losses import (
+    POLICY_LOSSES,
+    Cispo,
     Loss,
-    PolicyLoss,
+    Ppo,
+    Sapo,
     importance_ratio,
     loss_weights,
     mismatch_correction,
-    policy_term,
     total_loss,
 )
 from mtrl.types import LossWeights
 
 LN2, LN3 = math.log(2), math.log(3)
-PPO = PolicyLoss()  # clip 0.2 below, 0.3 above, dual clip 3
+PPO = Ppo()  # clip 0.2 below, 0.3 above, dual clip 3
 
 
 def term_and_slope(rule, ratios, advantage, logp=None):
@@ -29,7 +31,7 @@ def term_and_slope(rule, ratios, advantage, logp=None):
     old = l - ratios.log()
     l.requires_grad_()
     mask = torch.ones(ratios.shape, dtype=torch.bool)
-    term = policy_term(rule, importance_ratio(l, old, mask, rule.level), l, torch.full_like(ratios, advantage))
+    term = rule.term(importance_ratio(l, old, mask, rule.level), l, torch.full_like(ratios, advantage))
     term.sum().backward()
     return term[0], l.grad[0]
 
@@ -54,20 +56,20 @@ def test_ppo_with_a_negative_advantage():
 
 
 def test_ppo_without_the_dual_clip():
-    term, slope = term_and_slope(replace(PPO, clip_dual=None), [2.0, 4.0], -2.0)
+    term, slope = term_and_slope(replace(PPO, clip_ratio_dual=None), [2.0, 4.0], -2.0)
     close(term, [4, 8])
     close(slope, [4, 8])
 
 
 def test_ppo_clips_low_and_high_separately():
-    rule = PolicyLoss(clip_low=0.5, clip_high=0.25)
+    rule = Ppo(clip_ratio_low=0.5, clip_ratio_high=0.25)
     close(term_and_slope(rule, [2.0], 1.0)[0], [-1.25])
     close(term_and_slope(rule, [0.25], -1.0)[0], [0.5])
 
 
 def test_no_advantage_no_loss():
     for kind in ("ppo", "cispo", "sapo"):
-        term, slope = term_and_slope(PolicyLoss(kind=kind), [0.5, 1.0, 4.0], 0.0)
+        term, slope = term_and_slope(POLICY_LOSSES.make(kind), [0.5, 1.0, 4.0], 0.0)
         assert term.abs().max() == 0
         assert slope.abs().max() == 0
 
@@ -98,7 +100,7 @@ def test_the_token_ratio_and_its_gradient():
 
 def test_ppo_clips_the_sequence_ratio():
     # Token ratios 1.21 and 1: s = 1.1, within (0.8, 1.3): both tokens -1.1 A, slope -1.1 A.
-    rule = replace(PPO, level="sequence")
+    rule = replace(PPO, importance_sampling_level="sequence")
     term, slope = term_and_slope(rule, [1.21, 1.0], 2.0)
     close(term, [-2.2, -2.2])
     close(slope, [-2.2, -2.2])
@@ -121,7 +123,7 @@ def test_ppo_clips_the_sequence_ratio():
 @pytest.mark.parametrize("advantage", [1.0, -2.0])
 def test_cispo(advantage):
     # -sg(min(rho, 5)) A l at l = -1, -1/2, -3: the gradient is -min(rho, 5) A: it never dies. No clip below.
-    rule = PolicyLoss(kind="cispo")
+    rule = Cispo()
     term, slope = term_and_slope(rule, [2.0, 10.0, 0.125], advantage, logp=[-1.0, -0.5, -3.0])
     close(term, [2 * advantage, 2.5 * advantage, 0.375 * advantage])
     close(slope, [-2 * advantage, -5 * advantage, -0.125 * advantage])
@@ -131,7 +133,7 @@ def test_cispo(advantage):
 
 def test_cispo_at_the_sequence_level():
     # 8 and 1/2: s = 2 for both tokens; clipped at 1.5.
-    rule = PolicyLoss(kind="cispo", level="sequence")
+    rule = Cispo(importance_sampling_level="sequence")
     close(term_and_slope(rule, [8.0, 0.5], 1.0, logp=[-1.0, -3.0])[0], [2, 6])
     close(term_and_slope(rule, [8.0, 0.5], 1.0, logp=[-1.0, -3.0])[1], [-2, -2])
     close(term_and_slope(replace(rule, cispo_clip_high=1.5), [8.0, 0.5], 1.0, logp=[-1.0, -3.0])[1], [-1.5, -1.5])
@@ -141,7 +143,7 @@ def test_sapo_positive():
     # tau 1, A = 2. rho 1: sigmoid(0) = 1/2: -4 * 1/2 * 2 = -4, slope -(4/tau) * tau * 1/4 * rho * A = -rho A = -2.
     # rho = 1 + ln 3: sigmoid = 3/4: -6; sigmoid' = 3/16: slope -4 * 3/16 * rho * 2 = -3/2 rho.
     rho = 1 + LN3
-    term, slope = term_and_slope(PolicyLoss(kind="sapo"), [1.0, rho], 2.0)
+    term, slope = term_and_slope(Sapo(), [1.0, rho], 2.0)
     close(term, [-4, -6])
     close(slope, [-2, -1.5 * rho])
 
@@ -149,13 +151,13 @@ def test_sapo_positive():
 def test_sapo_negative():
     # tau 1.05, A = -1. rho 1: (4/1.05)/2. rho = 1 + ln(3)/1.05: sigmoid(ln 3) = 3/4: 3/1.05, slope 4 * 3/16 * rho.
     rho = 1 + LN3 / 1.05
-    term, slope = term_and_slope(PolicyLoss(kind="sapo"), [1.0, rho], -1.0)
+    term, slope = term_and_slope(Sapo(), [1.0, rho], -1.0)
     close(term, [2 / 1.05, 3 / 1.05])
     close(slope, [1, 0.75 * rho])
 
 
 def test_sapo_takes_the_tau_of_the_sign():
-    rule = PolicyLoss(kind="sapo", tau_positive=2.0, tau_negative=4.0)
+    rule = Sapo(tau_positive=2.0, tau_negative=4.0)
     # rho = 1 + ln 3: sigmoid(2 ln 3) = 9/10, -(4/2) * 9/10;  sigmoid(4 ln 3) = 81/82, (4/4) * 81/82.
     close(term_and_slope(rule, [1 + LN3], 1.0)[0], [-1.8])
     close(term_and_slope(rule, [1 + LN3], -1.0)[0], [81 / 82])
@@ -448,7 +450,7 @@ def test_a_full_divergence_is_given():
 
 def test_sequence_level_loss_by_hand():
     # Row 0: s = 1. Row 1: ratios 1, 2, 1/2: s = 1 too. Terms -2; 1, 1, 1: mean 1/4. Slopes -rho A/4.
-    total, slope, _ = loss_and_slope(Loss(PolicyLoss(level="sequence")))
+    total, slope, _ = loss_and_slope(Loss(Ppo(importance_sampling_level="sequence")))
     close(total, 0.25)
     close(slope, [[-0.5, 0, 0], [0.25, 0.25, 0.25]])
 
@@ -459,7 +461,11 @@ def test_a_batch_of_empty_rows_has_no_loss():
     logp = torch.zeros(2, 2, requires_grad=True)
     for kind in ("ppo", "cispo", "sapo"):
         for level in ("token", "sequence"):
-            rule = Loss(PolicyLoss(kind=kind, level=level), divergence_coef=1.0, entropy_penalty_coef=1.0)
+            rule = Loss(
+                POLICY_LOSSES.make(kind, {"importance_sampling_level": level}),
+                divergence_coef=1.0,
+                entropy_penalty_coef=1.0,
+            )
             total, _ = total_loss(logp, batch, rule)
             assert total.item() == 0
             (grad,) = torch.autograd.grad(total, logp)

@@ -11,7 +11,7 @@ from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.groups import top_fraction
-from mtrl.algorithms.losses import Loss, PolicyLoss, loss_weights, mismatch_correction, total_loss
+from mtrl.algorithms.losses import POLICY_LOSSES, Loss, Ppo, loss_weights, mismatch_correction, total_loss
 from mtrl.types import SEGMENTS, Signals
 
 
@@ -39,7 +39,7 @@ def clip_fractions(log_ratio, advantage, **clips):
     rollouts = fake_rollouts([1] * len(advantage))
     batch = fake_batch(rollouts, torch.zeros(len(advantage), 1), torch.tensor(advantage)[:, None])
     logp = torch.full((len(advantage), 1), log_ratio)
-    _, metrics = total_loss(logp, batch, Loss(PolicyLoss(**clips)))
+    _, metrics = total_loss(logp, batch, Loss(Ppo(**clips)))
     return metrics["clipfrac_low"].item(), metrics["clipfrac_high"].item()
 
 
@@ -49,7 +49,7 @@ def test_clip_fractions_count_only_tokens_whose_gradient_the_clip_took():
     assert clip_fractions(-1.0, advantages) == pytest.approx((2 / 5, 0))
     assert clip_fractions(1.0, advantages) == pytest.approx((0, 2 / 5))
     # A ratio of 1 between clips at 1 is on the limit, not beyond it.
-    assert clip_fractions(0.0, advantages, clip_low=0.0, clip_high=0.0) == (0, 0)
+    assert clip_fractions(0.0, advantages, clip_ratio_low=0.0, clip_ratio_high=0.0) == (0, 0)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -60,7 +60,8 @@ def test_absurd_ratios_leave_loss_and_gradient_finite(kind, level):
     old = torch.tensor([[-200.0, -1.0], [-200.0, -1.0], [-1.0, -1.0], [-1.0, -1.0]])
     logp = torch.tensor([[-0.5, -1.0], [-0.5, -1.0], [-200.0, -1.0], [-200.0, -1.0]], requires_grad=True)
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None].expand(4, 2)
-    loss, _ = total_loss(logp, fake_batch(rollouts, old, advantage), Loss(PolicyLoss(kind, level, clip_dual=None)))
+    policy = POLICY_LOSSES.make(kind, {"importance_sampling_level": level, "clip_ratio_dual": None})
+    loss, _ = total_loss(logp, fake_batch(rollouts, old, advantage), Loss(policy))
     (grad,) = torch.autograd.grad(loss, logp)
     assert loss.isfinite() and grad.isfinite().all()
 

@@ -267,7 +267,7 @@ def test_shuffled_by_name():
     assert make_rule({"name": "shuffled", "rule": "bottom"}) == shuffled(Bottom())
     with pytest.raises(PluginError, match="rule"):
         make_rule("shuffled")
-    with pytest.raises(PluginError, match="there is no rule nonsense"):
+    with pytest.raises(PluginError, match="there is no credit rule nonsense"):
         make_rule({"name": "shuffled", "rule": "nonsense"})
 
 

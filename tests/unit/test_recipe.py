@@ -12,7 +12,7 @@ from mtrl.algorithms.credit.perception_filter import PerceptionFilter
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.divergence import Divergence
 from mtrl.algorithms.filtering import GroupFilter
-from mtrl.algorithms.losses import Loss
+from mtrl.algorithms.losses import Cispo, Loss, Ppo, Sapo
 from mtrl.algorithms.replay import ReplayRule
 from mtrl.compose.algorithm import (
     add_logprob_needs,
@@ -241,7 +241,7 @@ def test_token_weights_read_attention_unless_it_is_off(asked, reads):
 def test_the_arguments_of_a_further_rule_are_checked():
     (rule,) = make_credit_rules(optimization(credit=[{"name": "entropy_change", "strength": 0.5}]))
     assert rule.strength == 0.5
-    with pytest.raises(ConfigError, match=r"optimization\.credit: EntropyChange: strength: "):
+    with pytest.raises(ConfigError, match=r"optimization\.credit: entropy_change: strength: "):
         make_credit_rules(optimization(credit=[{"name": "entropy_change", "strength": "much"}]))
 
 
@@ -309,16 +309,17 @@ def test_a_divergence_with_coefficient_zero_is_none(values, there):
 @pytest.mark.parametrize(
     ("name", "level", "found"),
     [
-        ("ppo", "token", ("ppo", "token")),
-        ("ppo", "sequence", ("ppo", "sequence")),
-        ("gspo", "token", ("ppo", "sequence")),
-        ("cispo", "token", ("cispo", "token")),
-        ("sapo", "token", ("sapo", "token")),
+        ("ppo", "token", (Ppo, "token")),
+        ("ppo", "sequence", (Ppo, "sequence")),
+        ("gspo", "token", (Ppo, "sequence")),
+        ("cispo", "token", (Cispo, "token")),
+        ("sapo", "token", (Sapo, "token")),
     ],
 )
 def test_gspo_is_ppo_by_response(name, level, found):
     loss = make_policy_loss(optimization(policy_loss=name, importance_sampling_level=level))
-    assert (loss.kind, loss.level) == found
+    kind, expected = found
+    assert isinstance(loss, kind) and loss.level == expected
 
 
 # -------------------------------------------------------------------------------------------------------- micro-batches

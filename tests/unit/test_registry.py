@@ -107,13 +107,13 @@ def test_a_rule_of_a_file_takes_part(mine):
 # ------------------------------------------------------------------------------------------------------ what is refused
 def test_an_unknown_name_is_reported_with_the_known_ones():
     message = refusal("entropy_filtr")
-    assert message.startswith("there is no rule entropy_filtr (did you mean entropy_filter?); there are ")
+    assert message.startswith("there is no credit rule entropy_filtr (did you mean entropy_filter?); there are ")
     assert all(name in message for name in RULES) and "file.py:Name" in message
     assert "did you mean" not in refusal("xyz")
 
 
 def test_a_file_without_its_rule_is_no_name(mine):
-    assert refusal(mine).startswith(f"there is no rule {mine}")
+    assert refusal(mine).startswith(f"there is no credit rule {mine}")
 
 
 def test_arguments_that_it_does_not_take(mine):
@@ -130,7 +130,7 @@ def test_an_argument_that_is_missing(mine):
 
 @pytest.mark.parametrize("spec", [{}, {"top_p": 0.5}, {"name": None}, {"name": 3}])
 def test_a_mapping_without_a_name(spec):
-    assert refusal(spec) == f"{spec}: the name of the rule is missing; write {{name: .., and its arguments}}"
+    assert refusal(spec) == f"{spec}: the name of the credit rule is missing; write {{name: .., and its arguments}}"
 
 
 def test_files_and_names_that_do_not_exist(mine, tmp_path):
@@ -162,4 +162,4 @@ def test_a_signal_that_there_is_not(tmp_path):
 def test_a_file_that_cannot_be_run(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text("x = 1 / 0\n")
-    assert refusal(f"{path}:Late") == f"{path}:Late cannot be loaded: ZeroDivisionError: division by zero"
+    assert refusal(f"{path}:Late") == f"{path}:Late cannot be loaded: ZeroDivisionError: division by zero (broken.py:1)"

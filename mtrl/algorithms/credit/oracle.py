@@ -15,9 +15,8 @@ from torch import Tensor
 
 from mtrl.algorithms.credit.rule import DecodeTokens, Filter, Key
 from mtrl.algorithms.credit.token_spans import Span, token_spans
-from mtrl.algorithms.credit.user_rules import load_user_object
 from mtrl.types import Experience
-from mtrl.utils.plugins import PluginError
+from mtrl.utils.plugins import PluginError, load_user_object
 
 CausalSpans = Callable[[Mapping[str, Any], str], Sequence[Span] | None]
 

@@ -7,6 +7,7 @@ float, and a list for a tuple.
 import math
 import types
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any, Literal, Union, get_args, get_origin
 
 MAX_VALUE_CHARS = 200
@@ -24,6 +25,22 @@ def validate(value: Any, annotation: Any, within: str | None) -> Any:
     except _Misfit:
         expected = describe(annotation, within)
         raise BadValue(f"expected {expected}, got {format_value(value)}{_hint(value, annotation)}") from None
+
+
+def check_names(value: Any, names: tuple[str, ...]) -> None:
+    """Check that a name, or each in a list, is one of these or a user's (`file.py:Name`), unless there are none."""
+    for spec in (value if isinstance(value, tuple) else (value,)) if names else ():
+        name = spec.get("name") if isinstance(spec, Mapping) else spec
+        if not isinstance(name, str):
+            raise BadValue(f"expected {{name: .., and its arguments}}, got {format_value(spec)}")
+        if name not in names and ":" not in name:
+            close = get_close_matches(name, names, n=1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            raise BadValue(f"expected {describe_names(names)}, got {format_value(name)}{hint}")
+
+
+def describe_names(names: tuple[str, ...]) -> str:
+    return f"one of {', '.join(names)}, or your own as file.py:Name"
 
 
 def allows_null(annotation: Any) -> bool:
