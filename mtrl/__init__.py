@@ -6,9 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mtrl.algorithms.advantages import Estimator
     from mtrl.algorithms.credit import Bonus, Filter, Weight
+    from mtrl.algorithms.losses import PolicyLoss
     from mtrl.config import ConfigError
     from mtrl.protocols import Tracker as Callback
+    from mtrl.rollout.lifecycle import EngineLifecycle as Engine
     from mtrl.training.trainer import Trainer
     from mtrl.types import Experience, Needs
     from mtrl.utils.errors import RunError, StartError
@@ -22,6 +25,9 @@ _SOURCES = {
     "Filter": "mtrl.algorithms.credit:Filter",
     "Weight": "mtrl.algorithms.credit:Weight",
     "Bonus": "mtrl.algorithms.credit:Bonus",
+    "Estimator": "mtrl.algorithms.advantages:Estimator",
+    "PolicyLoss": "mtrl.algorithms.losses:PolicyLoss",
+    "Engine": "mtrl.rollout.lifecycle:EngineLifecycle",
     "Needs": "mtrl.types:Needs",
     "Experience": "mtrl.types:Experience",
     "ConfigError": "mtrl.config:ConfigError",
@@ -33,9 +39,12 @@ __all__ = [
     "Bonus",
     "Callback",
     "ConfigError",
+    "Engine",
+    "Estimator",
     "Experience",
     "Filter",
     "Needs",
+    "PolicyLoss",
     "RunError",
     "StartError",
     "Trainer",

@@ -32,7 +32,7 @@ ROOM_MAY_IMPORT["training"] = {
 ROOM_MAY_IMPORT["compose"] = set(ROOM_MAY_IMPORT)  # it alone names concrete classes
 ROOM_MAY_IMPORT["commands"] = set(ROOM_MAY_IMPORT)
 MODULE_MAY_IMPORT = {  # where a module may do other things than its room
-    "mtrl": {"training", "config", "utils", "protocols", "algorithms", "types"},
+    "mtrl": {"training", "config", "utils", "protocols", "algorithms", "rollout", "types"},
     "mtrl.__main__": {"cli"},
     "mtrl.cli": {"config", "utils", "commands"},
     "mtrl.training.training_main": {"cli"},

@@ -24,7 +24,7 @@ from mtrl.compose.algorithm import make_credit_rules
 from mtrl.config import load_config
 from mtrl.embedded.embedded_rows import CONFIG_FILE, MODEL_DIRECTORY
 from mtrl.models.backbone import Backbone
-from mtrl.models.families import FAMILIES, QwenVLEncoder, load_encoder
+from mtrl.models.families import FAMILIES, QwenVLEncoder, load_encoder, register_family
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import load_model
 from mtrl.tracking.jsonl import read_rows
@@ -39,7 +39,10 @@ PAGE = (ROOT / "docs/extending.md").read_text()
 QUOTES = dict(re.findall(r"```python (\S+)\n(.*?)```", PAGE, re.DOTALL))
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS = re.findall(r"^mtrl train .*", PAGE.replace("\\\n", ""), re.MULTILINE)
-REPORTED = ["actor/my_mean_weight", "actor/brevity_bonus", "reward/ten_lines", "reward/mean_entropy"]  # by each of them
+REPORTED = [  # a metric of each command
+    "actor/my_mean_weight", "actor/brevity_bonus", "reward/ten_lines", "reward/mean_entropy", "actor/pg_loss",
+    "actor/clipfrac_low", "reward/overall",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -73,8 +76,8 @@ def embedded(workplace, monkeypatch):
 
 
 def run_snippet(example: str) -> dict:
-    """Runs the page's Python block that imports this file; returns its definitions."""
-    (code,) = [code for code in SNIPPETS if re.search(rf"(import|from) {example}\b", code)]
+    """Runs the page's Python block that names this file; returns its definitions."""
+    (code,) = [code for code in SNIPPETS if re.search(rf"\b{example}\b", code)]
     names: dict = {}
     exec(compile(code, "extending.md", "exec"), names)
     return names
@@ -103,7 +106,8 @@ def test_every_example_is_quoted():
 
 def test_the_sections_in_their_order():
     assert re.findall(r"^## (.*)", PAGE, re.MULTILINE) == [
-        "A credit rule", "A reward", "A logger", "An engine", "A model family",
+        "A credit rule", "A reward", "An advantage estimator", "A policy loss", "A logger", "An engine",
+        "A model family",
     ]  # fmt: skip
 
 
@@ -179,6 +183,7 @@ def test_the_logger_writes_each_step(rules, workplace, embedded):
 def test_the_engine_answers_from_its_table(workplace, embedded):
     embedded()
     answers = run_snippet("table_engine")["answers"]
+    assert set(responses("table")) == {1, 2}
     red, blue = ([row for row in responses("table")[1] if row["id"].endswith(f":{place}")] for place in (0, 1))
     assert [row["response"] for row in red] == [*answers["Say red."], "red"], "two answers for three samples"
     assert [row["response"] for row in blue] == answers["Say blue."]
@@ -281,7 +286,7 @@ def test_the_family_trains(experts, workplace):
     Path("train.jsonl").write_text(2 * (json.dumps(row) + "\n"))
     config = {
         "dataset": {"rollout_batch_size": 2, "max_response_length": 8, "min_pixels": 4096, "max_pixels": 4096},
-        "training": {"max_steps": 1, "logger": []},
+        "training": {"max_steps": 2, "logger": []},
         "optimization": {"enable_perception_filtering": True},
         "worker": {
             "actor": {"global_batch_size": 2, "fsdp": {"mixed_precision_dtype": "fp32"}},
@@ -291,12 +296,12 @@ def test_the_family_trains(experts, workplace):
     }
     Path("run.yaml").write_text(json.dumps(config))
     run_snippet("qwen3_vl_moe")
-    trained = Path("outputs/mtrl/run/checkpoints/step_1")
+    trained = Path("outputs/mtrl/run/checkpoints/step_2")
     _, report = AutoModelForImageTextToText.from_pretrained(trained, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert type(load_encoder(trained)).__name__ == "NumberedEncoder"
 
 
 def known(checkpoint):
-    import_module("qwen3_vl_moe")
+    register_family(str(checkpoint), import_module("qwen3_vl_moe").NumberedEncoder)
     return load_encoder(checkpoint)

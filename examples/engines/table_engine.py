@@ -1,16 +1,27 @@
-"""Your own engine: it answers from a table, by question. Use it to try rewards and credit on responses you chose."""
+"""Your own engine: it answers from a table, by question. Use it to try rewards and credit on responses you chose.
 
-from mtrl.rollout.lifecycle import EngineLifecycle
+worker:
+  rollout:
+    name: {name: examples/engines/table_engine.py:TableEngine, answers: {Say red.: [red, It is blue.]}}
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mtrl
 from mtrl.rollout.responses import finish_reasons, make_rollouts
 from mtrl.rollout.sampling import first_sample_numbers
 
 
-class TableEngine(EngineLifecycle):
-    """`answers`: {question: [response, ..]}, used in turn. EngineLifecycle provides `resident()`; an engine that holds
+@dataclass
+class TableEngine(mtrl.Engine):
+    """`answers`: {question: [response, ..]}, used in turn. mtrl.Engine provides `resident()`; an engine that holds
     device memory also implements `wake` and `sleep`."""
 
-    def __init__(self, encoder, answers, version=0):
-        self.encoder, self.answers, self.version = encoder, answers, version
+    encoder: Any  # given by the run, as are `policy` and `model_path` to an engine with such fields
+    answers: Mapping[str, Any]
+    version: int = 0
 
     def load(self, weights):
         """A real engine copies `weights.tensors` and refuses missing or unknown names."""

@@ -1,10 +1,11 @@
-"""Your own model family: Qwen3-VL with experts and prompts that number their images. Import it before the model.
+"""Your own model family: Qwen3-VL with experts and prompts that number their images. Name its encoder in a YAML:
 
-import qwen3_vl_moe
-mtrl.Trainer(model="my_checkpoint", ..).train()
+worker:
+  actor:
+    model: {model_path: my_checkpoint, encoder: examples/families/qwen3_vl_moe.py:NumberedEncoder}
 """
 
-from mtrl.models.families import FAMILIES, QwenVLEncoder
+from mtrl.models.families import QwenVLEncoder
 from mtrl.models.families.text import content_parts
 
 
@@ -22,6 +23,3 @@ class NumberedEncoder(QwenVLEncoder):
                 content.append(part)
             numbered.append({**message, "content": content})
         return super().render(numbered)
-
-
-FAMILIES["qwen3_vl_moe"] = NumberedEncoder  # by the model_type in a checkpoint's config.json

@@ -1,9 +1,11 @@
-"""Your own logger: one line of CSV per step, with the best response and its mean visual dependency.
+"""Your own logger: one line of CSV per step, with the best response and its mean visual dependency. In a YAML:
 
-mtrl.Trainer(callbacks=[CsvLogger("best.csv")], ..).train()
+training:
+  logger: [console, {name: examples/loggers/csv_logger.py:CsvLogger, path: best.csv}]
 """
 
 import csv
+from dataclasses import dataclass
 from pathlib import Path
 
 import mtrl
@@ -12,12 +14,14 @@ METRICS = ("reward/overall", "actor/grad_norm")  # any names of metrics.jsonl
 COLUMNS = ("step", *METRICS, "best_reward", "best_dependency", "best_response")
 
 
+@dataclass
 class CsvLogger(mtrl.Callback):
+    path: str = "best.csv"
     needs = mtrl.Needs("dependency")  # measured for this logger even if no rule reads it
 
-    def __init__(self, path):
-        self.path, self.best = Path(path), ()
-        if not self.path.exists():
+    def __post_init__(self):
+        self.best = ()
+        if not Path(self.path).exists():
             self.write(COLUMNS)
 
     def rollouts(self, step, experience):
@@ -31,5 +35,5 @@ class CsvLogger(mtrl.Callback):
         self.write((step, *(values.get(name) for name in METRICS), *self.best))
 
     def write(self, row):
-        with self.path.open("a", newline="", encoding="utf-8") as file:  # closed after each row: a run may be killed
+        with Path(self.path).open("a", newline="", encoding="utf-8") as file:  # closed: a run may be killed
             csv.writer(file).writerow(row)

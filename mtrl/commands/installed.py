@@ -47,7 +47,7 @@ def _logger_feature(name: str) -> Feature:
 
 FEATURES = (
     *(_reward_feature(name, reward.library) for name, reward in REWARDS.items() if reward.library is not None),
-    Feature("rollout by vLLM", ("vllm",), "pip install 'mtrl[vllm]'", lambda c: c.worker.rollout.name == "vllm"),
+    Feature("rollout by vLLM", ("vllm",), "pip install 'mtrl[vllm]'", lambda c: c.engine_name == "vllm"),
     Feature("datasets of the hub", ("datasets",), "pip install 'mtrl[hub]'", lambda c: False),
     Feature(
         "adapters (LoRA)", ("peft",), "pip install 'mtrl[lora]'",

@@ -152,11 +152,13 @@ def make_estimator(config: Config) -> Estimator:
     return make_named(ESTIMATORS, "optimization.advantage_estimator", optimization.advantage_estimator, optimization)
 
 
-def make_named(registry: Registry[T], key: str, spec: Spec, *sections: Any) -> T:
-    """The object that a key names; keys of the sections are offered as its arguments."""
-    offered = {field.name: getattr(section, field.name) for section in sections for field in fields(section)}
+def make_named(registry: Registry[T], key: str, spec: Spec, *offered: Any) -> T:
+    """The object that a key names; the keys of these sections, or of mappings, are offered as its arguments."""
+    values: dict[str, Any] = {}
+    for section in offered:
+        values |= section if isinstance(section, dict) else {f.name: getattr(section, f.name) for f in fields(section)}
     try:
-        return registry.make(spec, offered)
+        return registry.make(spec, values)
     except PluginError as error:
         raise ConfigError([f"{key}: {error}"]) from error
 

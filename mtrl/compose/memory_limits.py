@@ -88,7 +88,7 @@ def make_plan(config: Config, on_gpu: bool) -> Plan:
 def make_split(config: Config) -> Split | None:
     """How the models are sharded over ranks. With sequence parallelism a pass has as many times the tokens, so that
     each rank holds as much as it would alone."""
-    training, fsdp, rollout = config.training, config.worker.actor.fsdp, config.worker.rollout
+    training, fsdp = config.training, config.worker.actor.fsdp
     world = training.nnodes * training.n_gpus_per_node
     if world == 1:
         return None
@@ -97,7 +97,7 @@ def make_split(config: Config) -> Split | None:
         parts={"HYBRID_SHARD": training.n_gpus_per_node, "NO_SHARD": 1}.get(fsdp.sharding_strategy, world),
         stays_gathered=fsdp.sharding_strategy == "SHARD_GRAD_OP",
         cpu_offload=fsdp.cpu_offload,
-        own_engine=config.worker.hybrid_engine and rollout.name != "vllm",
+        own_engine=config.worker.hybrid_engine and config.engine_name != "vllm",
     )
 
 

@@ -24,7 +24,7 @@ from mtrl.embedded.embedded_rows import MODELS
 from mtrl.models.activation_checkpointing import enable_activation_checkpointing
 from mtrl.models.adapters import add_adapters, base_path, has_adapters, is_adapter, quantize_base, reset_adapters
 from mtrl.models.backbone import Backbone
-from mtrl.models.families import TextEncoder, encoder_files, load_encoder
+from mtrl.models.families import TextEncoder, encoder_files, load_encoder, register_family
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import DTYPES, load_model
 from mtrl.models.parallel.fsdp import compute_device, full_tensor, is_sharded
@@ -32,14 +32,19 @@ from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
 from mtrl.models.state_dicts import checkpoint_weights, load_weights, save_model
 from mtrl.protocols import Generator, VideoSettings
 from mtrl.rollout.decode.engine import explain_unsupported_model, make_fastest_generator
+from mtrl.rollout.lifecycle import EngineLifecycle
 from mtrl.training.algorithm_spec import AlgorithmSpec
 from mtrl.training.interrupt import say_at_once
 from mtrl.training.resume import check_undamaged
+from mtrl.utils.plugins import PluginError, load_user_object
+from mtrl.utils.registry import Registry
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.offload import OffloadedTensors
 from mtrl.workers.reference import Reference
 
 logger = logging.getLogger(__name__)
+
+OWN_ENGINES = Registry[EngineLifecycle]("rollout engine", (EngineLifecycle,), {}, frozen=False)
 
 COMPILING = (
     "the first pass compiles kernels for this GPU, which takes about a minute unless they are cached in {directory}. "
@@ -93,6 +98,7 @@ def build_encoder(config: Config) -> TextEncoder:
     if hint := missing_model_hint(config):
         raise ValueError(hint)
     check_model_available(model_path(config))
+    register_encoder(config)
     check_model_available(settings.tokenizer_path or model_path(config))
     encoder = load_encoder(
         model_path(config),
@@ -106,6 +112,18 @@ def build_encoder(config: Config) -> TextEncoder:
     )
     warn_about_special_tokens(config, encoder)
     return encoder
+
+
+def register_encoder(config: Config) -> None:
+    """Register the user's prompt encoder for the family of the model, in this process."""
+    settings = config.worker.actor.model
+    if settings.encoder is None:
+        return
+    try:
+        encoder = load_user_object(settings.encoder, "prompt encoder")
+        register_family(model_path(config), encoder, settings.trust_remote_code)
+    except PluginError as error:
+        raise ConfigError([f"worker.actor.model.encoder: {error}"]) from error
 
 
 def warn_about_special_tokens(config: Config, encoder: TextEncoder) -> None:
@@ -170,6 +188,7 @@ def warn_about_slow_bf16() -> None:
 
 def load_policy(config: Config, base: Any = None, device: str | None = None) -> Any:
     """Load the model of a run, with the adapters at its path, if any."""
+    register_encoder(config)
     settings, path = algorithm.make_adapter_settings(config), model_path(config)
     options = load_options(config, device)
     if settings is None:
@@ -297,7 +316,10 @@ def check_reference_to_sync(spec: AlgorithmSpec) -> None:
 
 def build_generator(config: Config, policy: Forward, encoder: TextEncoder, gets_weights: bool = False) -> Generator:
     """Choose and build the rollout engine; `gets_weights`: it will be given new weights."""
-    if config.worker.rollout.name == "vllm":
+    if ":" in config.engine_name:
+        offered = {"policy": policy, "encoder": encoder, "model_path": model_path(config)}
+        return algorithm.make_named(OWN_ENGINES, "worker.rollout.name", config.worker.rollout.name, offered)
+    if config.engine_name == "vllm":
         from mtrl.compose.vllm_engine import build_vllm  # vLLM may not be installed
 
         engine = build_vllm(config, model_path(config), policy, encoder, gets_weights)
@@ -305,7 +327,7 @@ def build_generator(config: Config, policy: Forward, encoder: TextEncoder, gets_
             weights = list(policy.backbone.model.parameters())
             engine.offload_trainer = OffloadedTensors(lambda: weights, policy.backbone.device).offloaded
         return engine
-    if config.worker.rollout.name == "auto" and gets_weights:
+    if config.engine_name == "auto" and gets_weights:
         why = explain_unsupported_model(policy.backbone)
         slow = f", without its fast path on a GPU ({why}); worker.rollout.name=vllm is faster there" if why else ""
         say_at_once(f"worker.rollout.name=auto: the local engine samples{slow}")

@@ -10,7 +10,7 @@ from mtrl.checkpoint.run_directory import RunDirectory
 from mtrl.compose import algorithm
 from mtrl.config import Config
 from mtrl.config.load_config import to_dict
-from mtrl.config.tree import GROUP_ESTIMATORS
+from mtrl.config.tree import GROUP_ESTIMATORS, LOGGERS
 from mtrl.models.families import TextEncoder
 from mtrl.protocols import Tracker
 from mtrl.tracking.alerts import RunAlerts
@@ -22,7 +22,10 @@ from mtrl.tracking.markdown import LogPaths, MarkdownLogs
 from mtrl.tracking.record import RolloutRecord
 from mtrl.tracking.run_files import RunFiles, first_steps, read_validations
 from mtrl.tracking.sinks import SINKS, flatten
+from mtrl.utils.registry import Registry
 from mtrl.utils.terminal import separate_log
+
+OWN_LOGGERS = Registry[Tracker]("logger", (Tracker,), {}, frozen=False)
 
 
 def build_trackers(config: Config, steps: int, encoder: TextEncoder, directory: Path, done: int = 0) -> list[Tracker]:
@@ -41,8 +44,13 @@ def build_trackers(config: Config, steps: int, encoder: TextEncoder, directory: 
         trackers.append(build_record(config, encoder, directory, files.attempt))
     settings = flatten(to_dict(config))
     run = RunInfo(training.project_name, training.experiment_name, directory, settings, first_step=done + 1)
-    trackers += [LoggerFeed(name, partial(SINKS[name], run)) for name in training.logger if name in SINKS]
-    if "console" in training.logger:
+    names = [spec for spec in training.logger if isinstance(spec, str)]
+    trackers += [LoggerFeed(name, partial(SINKS[name], run)) for name in names if name in SINKS]
+    offered = {"run_dir": directory, "steps": steps, "first_step": done + 1}
+    for spec in training.logger:
+        if spec not in LOGGERS:
+            trackers.append(algorithm.make_named(OWN_LOGGERS, "training.logger", spec, offered, training))
+    if "console" in names:
         console = ConsoleSettings(training.val_freq, training.colorize_output, training.log_preview_chars, directory)
         earlier, decode = read_validations(directory), encoder.decode_tokens
         trackers.append(Console(steps, console, earlier=earlier, decode=decode, log=separate_log()))

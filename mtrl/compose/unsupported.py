@@ -5,16 +5,15 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from mtrl.config import Config, ConfigError
+from mtrl.config.tree import LOGGERS
 from mtrl.utils.machine import started_by_torchrun
-
-LOGGERS = ("console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 
 
 def find_unsupported(config: Config) -> list[str]:
     """Each setting that is on but not supported with the others, and what to set instead."""
     worker = config.worker
     model, rollout, fsdp = worker.actor.model, worker.rollout, worker.actor.fsdp
-    is_ranked, is_vllm = uses_several_processes(config), rollout.name == "vllm"
+    is_ranked, is_vllm = uses_several_processes(config), config.engine_name == "vllm"
     optimizers = {worker.actor.optim.name, worker.critic.optim.name}
     settings = {
         "worker.actor.fsdp.cpu_offload is not supported with a single process; set it to false": (
@@ -39,6 +38,9 @@ def find_unsupported(config: Config) -> list[str]:
         ),
         "worker.actor.offload.offload_params is not supported with several processes; set it to false": (
             is_ranked and is_vllm and worker.actor.offload.offload_params
+        ),
+        f"worker.rollout.name: {config.engine_name} is not supported with several processes; set it to local or vllm": (
+            is_ranked and ":" in config.engine_name
         ),
         "worker.actor.model.peft_type: qlora is not supported with several processes; set it to lora": (
             is_ranked and model.peft_type == "qlora"

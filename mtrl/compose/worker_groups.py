@@ -137,7 +137,7 @@ def build_roles(plan: WorkerPlan, ranks: Ranks) -> dict[str, Any]:
 def build_rank_engine(
     config: Config, policy: Forward, encoder: TextEncoder, publish: Callable[[], Weights]
 ) -> EngineHandle:
-    forward = policy if config.worker.rollout.name == "vllm" else make_engine_forward(config, policy)
+    forward = policy if config.engine_name == "vllm" else make_engine_forward(config, policy)
     engine = EngineHandle(build_generator(config, forward, encoder, gets_weights=True), publish)
     engine.wake()
     engine.load()
@@ -152,7 +152,7 @@ def build_dedicated_engine(plan: WorkerPlan, receive: Receive) -> dict[str, Any]
     encoder, path = build_encoder(config), base_path(model_path(config))
     check_model_available(path)
     check_undamaged(Path(path))
-    if config.worker.rollout.name == "vllm":
+    if config.engine_name == "vllm":
         from mtrl.compose.vllm_engine import build_vllm_engine  # it need not be installed
 
         names = make_empty_policy(config, dtype, adapters=False).state_dict().keys()

@@ -308,7 +308,7 @@ def _check_credit(config: Config) -> Iterator[Conflict]:
 
 def _check_tensor_parallel(config: Config) -> Iterator[Conflict]:
     rollout, training = config.worker.rollout, config.training
-    if rollout.tensor_parallel_size == 1 or rollout.name == "local":
+    if rollout.tensor_parallel_size == 1 or config.engine_name == "local":
         return
     if rollout.mode == "server":
         yield Conflict(
@@ -328,12 +328,12 @@ def _check_tensor_parallel(config: Config) -> Iterator[Conflict]:
 
 def _check_engine(config: Config) -> Iterator[Conflict]:
     rollout = config.worker.rollout
-    if rollout.name == "local" and rollout.mode != "inprocess":
+    if config.engine_name == "local" and rollout.mode != "inprocess":
         yield Conflict(
             ("worker.rollout.name", "worker.rollout.mode"),
             "the local engine runs inside the trainer; use inprocess, or the engine vllm",
         )
-    if rollout.name == "local" and rollout.tensor_parallel_size > 1:
+    if config.engine_name == "local" and rollout.tensor_parallel_size > 1:
         yield Conflict(
             ("worker.rollout.name", "worker.rollout.tensor_parallel_size"),
             "the local engine does not split a model over GPUs; set 1, or use the engine vllm",

@@ -57,7 +57,8 @@ def _parse(arguments: Sequence[str]) -> Iterator[tuple[slice, str | None, str | 
 def _value(key: str, text: str) -> Any:
     """Parse YAML, but take the value of a text key as typed: `experiment_name=007`, `system_prompt=Think: ...`."""
     leaf = known_leaves().get(key)
-    plain_text = text == "" or (leaf is not None and is_text(leaf.annotation) and text[0] not in "\"'")
+    quoted = "\"'{" if leaf is not None and leaf.names else "\"'"
+    plain_text = text == "" or (leaf is not None and is_text(leaf.annotation) and text[0] not in quoted)
     if plain_text and text not in ("null", "~"):
         return text
     return read_value(text)

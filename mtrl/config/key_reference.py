@@ -13,6 +13,7 @@ from mtrl.config.yaml_io import to_inline_yaml
 
 HEADER = """\
 # Every key with its default. `make reference` writes this file from mtrl/config/tree.py.
+# +: or your own class, as file.py:Name or {name: file.py:Name, and its arguments}.
 # *: paths are relative to the YAML file that sets them if they exist there, else to the working directory.
 """
 
@@ -58,8 +59,9 @@ def _lines(wanted: str) -> Iterable[KeyLine]:
 
 
 def comment(leaf: Leaf) -> str:
-    allowed = ", ".join([*leaf.names, "file.py:Name"] if leaf.names else list_choices(leaf.annotation))
-    return leaf.meaning + (f" ({allowed})" if allowed else "") + (" *" if leaf.path_kind else "")
+    allowed = ", ".join(leaf.names or list_choices(leaf.annotation))
+    mark = " +" if leaf.names else " *" if leaf.path_kind else ""
+    return leaf.meaning + (f" ({allowed})" if allowed else "") + mark
 
 
 def list_choices(annotation: Any) -> list[str]:

@@ -21,7 +21,7 @@ GROUP_ESTIMATORS = ("grpo", "rloo")  # compare the responses to one prompt
 SINGLE_RESPONSE_ESTIMATORS = ("gae", "remax", "reinforce_plus_plus")  # one response per prompt by default
 DEFAULT_GROUP_SIZE = 8
 
-Logger = Literal["console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
+LOGGERS = ("console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 
 
 def key(
@@ -100,7 +100,7 @@ class TrainingConfig:
     project_name: str = run_key("mtrl", "directory and logger project of the run")
     experiment_name: str = run_key("run", "directory and logger name of the run")
     output_dir: str = run_key("outputs", "the run is <output_dir>/<project_name>/<experiment_name>")
-    logger: tuple[Logger, ...] = run_key(("console",), "loggers besides the files")
+    logger: tuple[str | Mapping[str, Any], ...] = run_key(("console",), "loggers besides the files", names=LOGGERS)
     nnodes: int = run_key(1, "number of machines", "[1, inf)")
     n_gpus_per_node: int = run_key(1, "training processes per machine, one per GPU", "[1, inf)")
     max_restarts: int = run_key(3, "restarts from the last checkpoint after losing a process", "[0, inf)")
@@ -207,6 +207,9 @@ class ActorModelConfig:
     model_path: str | None = key(None, "hub id or directory; null: embedded model; scenes: the other one")
     tokenizer_path: str | None = key(None, "hub id or directory of the tokenizer; null: model_path")
     trust_remote_code: bool = key(False, "run Python code that comes with the model")
+    encoder: str | None = key(
+        None, "prompt encoder of a new model family, as file.py:Name; null: the family's", path_kind="code"
+    )
     enable_gradient_checkpointing: bool | Literal["mlp", "attention"] = key(
         True, "recompute activations in the backward pass"
     )
@@ -311,7 +314,9 @@ class ValSamplingConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    name: Literal["auto", "local", "vllm"] = key("auto", "engine that samples responses; auto: the local one")
+    name: str | Mapping[str, Any] = key(
+        "auto", "engine that samples responses; auto: the local one", names=("auto", "local", "vllm")
+    )
     mode: Literal["inprocess", "process", "server"] = key("inprocess", "where vLLM runs")
     address: str | None = key(None, "address of the vLLM server")
     engine_kwargs: Mapping[str, Any] = key({}, "additional arguments for vLLM")
@@ -387,6 +392,10 @@ class Config:
     @property
     def estimator_name(self) -> str:
         return spec_name(self.optimization.advantage_estimator) or ""
+
+    @property
+    def engine_name(self) -> str:
+        return spec_name(self.worker.rollout.name) or ""
 
     @property
     def rollouts_per_prompt(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from mtrl.types import Prompt, Rollouts, Sampling
+from mtrl.types import Prompt, Rollouts, Sampling, Weights
 
 
 class EngineLifecycle:
@@ -59,6 +59,10 @@ class EngineLifecycle:
         """Ends whatever the engine started; nothing by default."""
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:
+        raise NotImplementedError
+
+    def load(self, weights: Weights) -> None:
+        """Loads a version of the weights; `generate` must then sample from them."""
         raise NotImplementedError
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Callable[[], Rollouts]:

@@ -147,6 +147,9 @@ def changed(key: str, leaf: Leaf) -> Any:
         return OTHERS[key]
     if key == "optimization.compute_attention_metrics":
         return False
+    if leaf.names:
+        other = {"name": "mine.py:Mine", "strength": 0.5}
+        return [other, leaf.names[-1]] if isinstance(leaf.default, tuple) else other
     return another(leaf.annotation, leaf.within, leaf.default)
 
 
@@ -257,7 +260,7 @@ def test_floats_in_any_spelling_from_file_and_command_line(written, tmp_path):
         ("optimization.compute_attention_metrics=never", "true or false or auto, got 'never'"),
         ("worker.actor.model.peft_type=dora", "one of lora, qlora or null, got 'dora'"),
         ("training.logger=wandb", "got 'wandb'; write [wandb]"),
-        ("training.logger=[console,wandbb]", "got ['console', 'wandbb']"),
+        ("training.logger=[console,wandbb]", "file.py:Name, got 'wandbb' (did you mean wandb?)"),
         ("worker.actor.optim.betas=[0.9]", "a list of 2: a number in [0, 1), then a number in [0, 1), got [0.9]"),
         ("worker.actor.optim.betas=[0.9,1.0]", "got [0.9, 1.0]"),
         ("worker.reward.weights=[1,true]", "got [1, True]"),

@@ -1,4 +1,4 @@
-"""Estimators and policy losses by name, with arguments, and from a user's file; objects that travel between processes."""
+"""Everything that users add: by name, with arguments, from a file; and objects that travel between processes."""
 
 import pickle
 import subprocess

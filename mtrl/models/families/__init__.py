@@ -27,6 +27,7 @@ from mtrl.models.families.qwen_vl import QwenVLEncoder as QwenVLEncoder
 from mtrl.models.families.text import TextEncoder as TextEncoder
 from mtrl.protocols import ImageSettings, VideoSettings
 from mtrl.utils.files import check_regular_files
+from mtrl.utils.plugins import PluginError
 
 # The encoder of each vision-language family, by the `model_type` of its config.json. Its arguments are (tokenizer,
 # config, image settings) and the options of a TextEncoder. Users add one by assignment; text-only models need none.
@@ -79,6 +80,13 @@ def load_encoder(
     encoder = vision(tokenizer, config, _image_settings(model_path, config, min_pixels, max_pixels), **options)
     encoder.video_settings = video or encoder.video_settings
     return encoder
+
+
+def register_family(model_path: str, encoder: Any, trust_remote_code: bool = False) -> None:
+    """Use this encoder, a class derived from TextEncoder, for the family of a checkpoint."""
+    if not (isinstance(encoder, type) and issubclass(encoder, TextEncoder)):
+        raise PluginError(f"{encoder} is no prompt encoder: derive it from mtrl.models.families.QwenVLEncoder")
+    FAMILIES[load_model_config(model_path, trust_remote_code).model_type] = encoder
 
 
 def load_model_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
