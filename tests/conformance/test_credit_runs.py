@@ -156,9 +156,9 @@ def test_invalid_rules_end_with_one_clear_line(fault, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        ("{name: entropy_change, strength: much}", "EntropyChange: strength: expected a number, got 'much'"),
-        ("{name: attention_weights, target: masks}", "AttentionWeights: target: expected one of advantage, mask"),
-        ("{name: attention_weights, clip: [1]}", "AttentionWeights: clip: expected a list of 2"),
+        ("{name: entropy_change, strength: much}", "entropy_change: strength: expected a number, got 'much'"),
+        ("{name: attention_weights, target: masks}", "attention_weights: target: expected one of advantage, mask"),
+        ("{name: attention_weights, clip: [1]}", "attention_weights: clip: expected a list of 2"),
         ("entropy_chnge", "did you mean entropy_change?"),
     ],
 )

@@ -46,6 +46,11 @@ FOUND = [
     ("worker.reward.functions", "[accuracy, mine.py:score]", ("accuracy", "{home}/mine.py:score")),
     ("optimization.credit", "[mine.py:Rule, {name: mine.py:Rule, file: mine.py}]",
      ("{home}/mine.py:Rule", {"name": "{home}/mine.py:Rule", "file": "mine.py"})),
+    ("optimization.advantage_estimator", "mine.py:Estimator", "{home}/mine.py:Estimator"),
+    ("optimization.policy_loss", "{name: mine.py:Loss}", {"name": "{home}/mine.py:Loss"}),
+    ("training.logger", "[console, mine.py:Logger]", ("console", "{home}/mine.py:Logger")),
+    ("worker.rollout.name", "mine.py:Engine", "{home}/mine.py:Engine"),
+    ("worker.actor.model.encoder", "mine.py:Encoder", "{home}/mine.py:Encoder"),
 ]  # fmt: skip
 AS_TYPED = [
     ("dataset.format_prompt", "missing.jinja"),

@@ -25,7 +25,7 @@ BY_RESPONSE = [
 def estimate(name, lengths, total, penalty=None, group=None, baseline=None, values=None, **settings):
     rewards = Rewards(total, {}, torch.zeros(len(total), dtype=torch.bool), baseline)
     experience = fake_experience(fake_rollouts(lengths, group), Signals(values=values), rewards=rewards)
-    return ESTIMATORS[name](**settings).estimate(experience, penalty)
+    return ESTIMATORS.builtin[name](**settings).estimate(experience, penalty)
 
 
 @pytest.mark.parametrize(("name", "settings", "expected"), BY_RESPONSE)
@@ -96,11 +96,11 @@ def test_gae_charges_the_token_itself():
 
 
 def test_what_they_need_and_their_defaults():
-    assert {name for name, kind in ESTIMATORS.items() if kind().needs} == {"gae"}
-    assert ESTIMATORS["gae"]().needs == Needs("values")
-    assert ESTIMATORS["gae"]() == ESTIMATORS["gae"](gamma=1.0, lam=0.95)
-    assert ESTIMATORS["grpo"]() == ESTIMATORS["grpo"](scale_rewards="group")
-    assert ESTIMATORS["reinforce_plus_plus"]() == ESTIMATORS["reinforce_plus_plus"](gamma=1.0)
+    assert {name for name, kind in ESTIMATORS.builtin.items() if kind().needs} == {"gae"}
+    assert ESTIMATORS.builtin["gae"]().needs == Needs("values")
+    assert ESTIMATORS.builtin["gae"]() == ESTIMATORS.builtin["gae"](gamma=1.0, lam=0.95)
+    assert ESTIMATORS.builtin["grpo"]() == ESTIMATORS.builtin["grpo"](scale_rewards="group")
+    assert ESTIMATORS.builtin["reinforce_plus_plus"]() == ESTIMATORS.builtin["reinforce_plus_plus"](gamma=1.0)
 
 
 def test_missing_inputs_are_named():

@@ -9,6 +9,7 @@ import pytest
 
 import mtrl
 from mtrl.algorithms.advantages import ESTIMATORS
+from mtrl.algorithms.losses import POLICY_LOSSES
 from mtrl.compose.unsupported import check_supported, find_unsupported
 from mtrl.config import Config, ConfigError, load_config
 from mtrl.config.tree import known_leaves
@@ -19,6 +20,10 @@ from mtrl.rewards.builtin_names import REWARDS
 PACKAGE = Path(mtrl.__file__).parent
 
 REFUSED = {  # text in the message: the overrides
+    "worker.rollout.name: mine.py:Engine is not supported with several processes": {
+        "worker.rollout.name": "mine.py:Engine",
+        "training.n_gpus_per_node": 2,
+    },
     "worker.actor.fsdp.cpu_offload": {"worker.actor.fsdp.cpu_offload": True},
     "worker.actor.offload.offload_params": {"worker.actor.offload.offload_params": True},
     "worker.rollout.mode: process is not supported with dedicated engines": {
@@ -225,8 +230,9 @@ def read():
     )  # in `make_schedule`
     found |= {f"worker.{learner}.optim.{name}" for learner in ("actor", "critic") for name in of_both}
     found |= {key for reward in REWARDS.values() for key in reward.settings}  # by name, in `builtin_reward`
-    built = ESTIMATORS.values()
-    found |= {f"optimization.{f.name}" for kind in built for f in fields(kind)}  # by name, in `make_estimator`
+    built = [*ESTIMATORS.builtin.values(), *POLICY_LOSSES.builtin.values()]
+    by_name = {f.name for kind in built for f in fields(kind)}  # in `make_named`
+    found |= {f"{section}.{name}" for section in ("optimization", "worker.actor") for name in by_name}
     return found | {f"dataset.{name}" for name in DataSettings.__dataclass_fields__}  # by name, in `data_settings`
 
 
