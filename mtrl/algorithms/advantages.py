@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mtrl.algorithms.groups import group_mean, group_sizes, group_std, group_sum, whiten
 from mtrl.types import Experience, Needs
-from mtrl.utils.registry import Registry
+from mtrl.utils.plugin_registry import Registry
 
 Scale = Literal["group", "batch", "none"]
 STD_EPSILON = 1e-6

@@ -17,7 +17,7 @@ from mtrl.algorithms.divergence import Divergence, Penalty, divergence
 from mtrl.algorithms.groups import row_mean
 from mtrl.algorithms.signals import LOG_RATIO_LIMIT
 from mtrl.types import LossWeights, TrainBatch
-from mtrl.utils.registry import Registry
+from mtrl.utils.plugin_registry import Registry
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
 Level = Literal["token", "sequence"]

@@ -29,8 +29,8 @@ from mtrl.models.perturb import Perturbation
 from mtrl.training.algorithm_spec import NOTHING, AlgorithmSpec
 from mtrl.training.dynamic_sampling import Filtering
 from mtrl.types import Needs, Sampling
+from mtrl.utils.plugin_registry import Registry, Spec
 from mtrl.utils.plugins import PluginError
-from mtrl.utils.registry import Registry, Spec
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 

@@ -36,8 +36,8 @@ from mtrl.rollout.lifecycle import EngineLifecycle
 from mtrl.training.algorithm_spec import AlgorithmSpec
 from mtrl.training.interrupt import say_at_once
 from mtrl.training.resume import check_undamaged
+from mtrl.utils.plugin_registry import Registry
 from mtrl.utils.plugins import PluginError, load_user_object
-from mtrl.utils.registry import Registry
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.offload import OffloadedTensors
 from mtrl.workers.reference import Reference

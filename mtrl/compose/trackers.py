@@ -22,7 +22,7 @@ from mtrl.tracking.markdown import LogPaths, MarkdownLogs
 from mtrl.tracking.record import RolloutRecord
 from mtrl.tracking.run_files import RunFiles, first_steps, read_validations
 from mtrl.tracking.sinks import SINKS, flatten
-from mtrl.utils.registry import Registry
+from mtrl.utils.plugin_registry import Registry
 from mtrl.utils.terminal import separate_log
 
 OWN_LOGGERS = Registry[Tracker]("logger", (Tracker,), {}, frozen=False)

@@ -1,6 +1,6 @@
 """Reads YAML and overrides into a `Config`, or reports all errors at once.
 
-Overrides win over the file, the file over those that it inherits from (layers.py), and these over the defaults.
+Overrides win over the file, the file over those that it inherits from (config_layers.py), and these over the defaults.
 OmegaConf resolves `${...}` between keys (`worker.actor.global_batch_size: ${dataset.rollout_batch_size}`); a literal
 `${` is written `\\${`.
 """
@@ -19,7 +19,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, Unsu
 
 from mtrl.config.checks import Conflict, find_conflicts
 from mtrl.config.config_error import ConfigError
-from mtrl.config.layers import Setting, apply_resets, file_settings, merge_mappings, override_settings
+from mtrl.config.config_layers import Setting, apply_resets, file_settings, merge_mappings, override_settings
 from mtrl.config.packaged import find_config
 from mtrl.config.plain_values import ESCAPE_HINT, find_endless_references, first_line, has_reference
 from mtrl.config.tree import Config, known_leaves, known_sections

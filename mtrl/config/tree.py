@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_type_hints
 
 from mtrl.config.paths import PathKind
-from mtrl.utils.registry import spec_name
+from mtrl.utils.plugin_registry import spec_name
 from mtrl.utils.value_types import check_names, validate
 
 GROUP_ESTIMATORS = ("grpo", "rloo")  # compare the responses to one prompt
@@ -35,7 +35,7 @@ def key(
     """A leaf of the tree. `within` is the interval of a number, or of each number in a list. A key that `may_change`
     does not affect the numbers of a step, so a run may be resumed with another value. A key with a `path_kind` names
     files, which are looked up next to the YAML that sets it (paths.py). A key with `names` takes one of them, or a
-    user's class (utils/registry.py)."""
+    user's class (utils/plugin_registry.py)."""
     path_kind = "code" if names else path_kind
     metadata = {
         "meaning": meaning, "within": within, "may_change": may_change, "path_kind": path_kind, "names": names,

@@ -17,8 +17,8 @@ from mtrl.algorithms.credit.rule import Bonus, Filter, Rule, Weight
 from mtrl.algorithms.credit.shuffled import Shuffled, shuffled
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.credit.vision_entropy import VisionEntropy, VisionEntropyWeights
+from mtrl.utils.plugin_registry import Registry, Spec, spec_name
 from mtrl.utils.plugins import PluginError
-from mtrl.utils.registry import Registry, Spec, spec_name
 
 RULES: dict[str, type[Rule]] = {
     "perception_filter": PerceptionFilter,
