@@ -76,6 +76,7 @@ TESTS = {
         "tests/unit/test_losses.py",
         "tests/unit/test_divergence.py",
         "tests/unit/test_mutants.py",
+        "tests/unit/test_doors.py",
         "tests/conformance/test_trl_agreement.py",
         *PROPERTIES,
     ],

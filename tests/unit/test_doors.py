@@ -144,3 +144,6 @@ def test_errors_of_a_users_file_name_its_line(write):
 
 def test_a_built_in_one_is_its_class():
     assert ESTIMATORS.make("grpo") == Grpo()
+    assert POLICY_LOSSES.make("gspo").level == "sequence"
+    with pytest.raises(PluginError, match="there is no policy loss reinforce; there are ppo"):
+        POLICY_LOSSES.make("reinforce")
