@@ -10,7 +10,7 @@ import copyreg
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from mtrl.utils.plugins import PluginError, load_user_object
@@ -81,9 +81,16 @@ def _reduce(made: Any, spec: str, what: str) -> tuple[Any, ...]:
 
 
 def _restore(spec: str, what: str, values: dict[str, Any]) -> Any:
+    return _load_once(spec, what)(**values)
+
+
+@cache
+def _load_once(spec: str, what: str) -> Any:
+    """The class of an object that arrived from another process. A loss arrives with every update, and loading runs the
+    whole file."""
     kind = load_user_object(spec, what)
     copyreg.pickle(kind, partial(_reduce, spec=spec, what=what))  # it may travel on
-    return kind(**values)
+    return kind
 
 
 def check_arguments(name: str, kind: type, values: Mapping[str, Any]) -> None:

@@ -100,6 +100,7 @@ def test_a_policy_loss_of_a_file_travels_to_another_process(write, tmp_path):
     assert loss.term(torch.ones(1, 1), logp, torch.ones(1, 1)).item() == 2
     again = pickle.loads(pickle.dumps(loss))
     assert (type(again).__name__, again.scale, again.clip_ratio_low) == ("Reinforce", 2.0, 0.2)
+    assert type(pickle.loads(pickle.dumps(again))) is type(again), "the file is not run again for each object"
     (tmp_path / "loss.pkl").write_bytes(pickle.dumps(loss))
     code = "import pickle, sys; loss = pickle.load(open(sys.argv[1], 'rb')); print(loss.scale, loss.level)"
     run = subprocess.run([sys.executable, "-c", code, str(tmp_path / "loss.pkl")], capture_output=True, text=True)
