@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mtrl.protocols import Tracker as Callback
     from mtrl.rollout.lifecycle import EngineLifecycle as Engine
     from mtrl.training.trainer import Trainer
-    from mtrl.types import Experience, Needs
+    from mtrl.types import Experience, Needs, Signal
     from mtrl.utils.errors import RunError, StartError
 
     __version__: str
@@ -29,6 +29,7 @@ _SOURCES = {
     "PolicyLoss": "mtrl.algorithms.losses:PolicyLoss",
     "Engine": "mtrl.rollout.lifecycle:EngineLifecycle",
     "Needs": "mtrl.types:Needs",
+    "Signal": "mtrl.types:Signal",
     "Experience": "mtrl.types:Experience",
     "ConfigError": "mtrl.config:ConfigError",
     "StartError": "mtrl.utils.errors:StartError",
@@ -46,6 +47,7 @@ __all__ = [
     "Needs",
     "PolicyLoss",
     "RunError",
+    "Signal",
     "StartError",
     "Trainer",
     "Weight",

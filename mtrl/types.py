@@ -10,9 +10,10 @@ uneven (after filtering or replay), so nothing reshapes to `[P, G]`. All tensors
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -195,9 +196,10 @@ TWO_VIEWS = {"views": 2}  # metadata of signals that compare the original with t
 
 @dataclass(frozen=True, eq=False)
 class Signals:
-    """Measurements of the probes, per token of a response. Fields that are not needed stay None.
+    """Measurements of the probes, per token of a response. Fields that are not needed stay None; signals of users'
+    classes are in `extra`.
 
-    >>> a = Signals(old=torch.zeros(1, 2)); b = Signals(entropy=torch.ones(1, 2))
+    >>> a = Signals(old_logprobs=torch.zeros(1, 2)); b = Signals(entropy=torch.ones(1, 2))
     >>> a.merge(b).entropy
     tensor([[1., 1.]])
     """
@@ -215,21 +217,59 @@ class Signals:
     attention_mass: Tensor | None = None  # [N, T, len(SEGMENTS), 2] attention on the text and the vision pool
     prompt_attention_mass: Tensor | None = None  # [N, len(SEGMENTS), 2] of the prompt tokens after the images
     attention_maps: tuple[AttentionMap | None, ...] | None = None  # [N] vision mass of `all`, per patch
+    extra: Mapping[str, Tensor] = field(default_factory=dict)  # [N, T, *shape] by the name of the `Signal`
 
     def merge(self, other: Signals) -> Signals:
-        """The fields of both records; no field may be in both."""
-        new = {f.name: getattr(other, f.name) for f in fields(other) if getattr(other, f.name) is not None}
-        twice = [name for name in new if getattr(self, name) is not None]
+        """The signals of both records; none may be in both."""
+        new = {name: value for name in VIEWS if (value := getattr(other, name)) is not None}
+        twice = [name for name in new if getattr(self, name) is not None] + [*self.extra.keys() & other.extra.keys()]
         assert not twice, f"two probes measured {', '.join(twice)}"
-        return replace(self, **new)
+        return replace(self, **new, extra={**self.extra, **other.extra})
+
+    @staticmethod
+    def join(parts: Sequence[Signals]) -> Signals:
+        """Concatenate the rows. A signal that one part lacks is missing in the result."""
+        shared = set.intersection(*(set(part.extra) for part in parts))
+        return join_rows([replace(part, extra=pick(part.extra, shared)) for part in parts])
 
 
-VIEWS = {f.name: f.metadata.get("views", 1) for f in fields(Signals)}  # views of the image per signal
+def pick(mapping: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The items with these names, in their order."""
+    return {name: value for name, value in mapping.items() if name in names}
+
+
+VIEWS = {f.name: f.metadata.get("views", 1) for f in fields(Signals) if f.name != "extra"}  # views of the image each
+
+
+@dataclass(frozen=True, eq=False)
+class TokenStates:
+    """M response tokens as one view of a probe pass sees them, without gradients, on the device of the model."""
+
+    tokens: Tensor  # [M] ids
+    hidden: Tensor  # [M, H] the last hidden state before each token, from which it is predicted
+    map_log_probs: Callable[[Callable[[Tensor, Tensor], Tensor]], Tensor]
+    """Calls a function with the log-probs [C, V] and the ids [C] of a chunk of tokens at a time, since those of all
+    tokens need much memory, and returns its results [C, ..] for all: [M, ..]."""
+
+
+class Signal(ABC):
+    """A signal of a user's class, which is a frozen dataclass; `optimization.signals` names it. It is measured in
+    every step and is in `Signals.extra[name]`."""
+
+    name: ClassVar[str]
+    shape: ClassVar[tuple[int, ...]] = ()  # of the numbers of one token; (): a single number
+    views: ClassVar[Literal[1, 2]] = 1  # 2: it compares the original with the perturbed image
+    model: ClassVar[Literal["policy", "reference"]] = "policy"  # whose pass measures it
+
+    @abstractmethod
+    def measure(self, original: TokenStates, perturbed: TokenStates | None) -> Tensor:
+        """[M, *shape] for the M tokens of `original`; `perturbed` are the same tokens after the perturbed image."""
 
 
 @dataclass(frozen=True, init=False)
 class Needs:
-    """The signals that are read, by their names in `Signals`. Only these are computed.
+    """The signals that are read, by their names in `Signals`. Only these are computed. `custom` are the users' classes
+    that measure those in `Signals.extra`.
 
     >>> needs = Needs("old_logprobs") | Needs("dependency")
     >>> "dependency" in needs, needs.views, bool(needs.without("old_logprobs", "dependency"))
@@ -237,14 +277,14 @@ class Needs:
     """
 
     names: frozenset[str]
+    custom: frozenset[Signal]
 
-    def __init__(self, *names: str) -> None:
-        if unknown := sorted(set(names) - VIEWS.keys()):
-            raise ValueError(f"there is no signal {', '.join(unknown)}; there are {', '.join(VIEWS)}")
-        object.__setattr__(self, "names", frozenset(names))
+    def __init__(self, *names: str, custom: Iterable[Signal] = ()) -> None:
+        object.__setattr__(self, "custom", frozenset(custom))
+        object.__setattr__(self, "names", frozenset(names) | {signal.name for signal in self.custom})
 
     def __or__(self, other: Needs) -> Needs:
-        return Needs(*self.names, *other.names)
+        return Needs(*self.names, *other.names, custom=self.custom | other.custom)
 
     def __contains__(self, name: str) -> bool:
         return name in self.names
@@ -253,12 +293,28 @@ class Needs:
         return bool(self.names)
 
     def without(self, *names: str) -> Needs:
-        return Needs(*self.names.difference(names))
+        custom = (signal for signal in self.custom if signal.name not in names)
+        return Needs(*self.names.difference(names), custom=custom)
 
     @property
     def views(self) -> int:
         """Views of the images that these signals need: 1, or 2 with the perturbed one."""
-        return max((VIEWS[name] for name in self.names), default=1)
+        return max([1, *(VIEWS.get(name, 1) for name in self.names), *(signal.views for signal in self.custom)])
+
+    @property
+    def unknown(self) -> list[str]:
+        """Names that are no field of `Signals` and that no class of a user measures."""
+        return sorted(self.names - VIEWS.keys() - {signal.name for signal in self.custom})
+
+    @property
+    def of_reference(self) -> Needs:
+        """Those that a pass of the reference measures."""
+        custom = [signal.name for signal in self.custom if signal.model == "reference"]
+        return self.without(*self.names.difference(("ref_logprobs", "divergence"), custom))
+
+    @property
+    def of_policy(self) -> Needs:
+        return self.without("values", *self.of_reference.names)
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,8 +40,8 @@ QUOTES = dict(re.findall(r"```python (\S+)\n(.*?)```", PAGE, re.DOTALL))
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS = re.findall(r"^mtrl train .*", PAGE.replace("\\\n", ""), re.MULTILINE)
 REPORTED = [  # a metric of each command
-    "actor/my_mean_weight", "actor/brevity_bonus", "reward/ten_lines", "reward/mean_entropy", "actor/pg_loss",
-    "actor/clipfrac_low", "reward/overall",
+    "actor/my_mean_weight", "actor/brevity_bonus", "signal/margin", "reward/ten_lines", "reward/mean_entropy",
+    "actor/pg_loss", "actor/clipfrac_low", "reward/overall",
 ]  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def test_every_example_is_quoted():
 
 def test_the_sections_in_their_order():
     assert re.findall(r"^## (.*)", PAGE, re.MULTILINE) == [
-        "A credit rule", "A reward", "An advantage estimator", "A policy loss", "A logger", "An engine",
+        "A credit rule", "A signal", "A reward", "An advantage estimator", "A policy loss", "A logger", "An engine",
         "A model family",
     ]  # fmt: skip
 

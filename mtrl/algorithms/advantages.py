@@ -15,7 +15,9 @@ from torch import Tensor
 
 from mtrl.algorithms.groups import group_mean, group_sizes, group_std, group_sum, whiten
 from mtrl.types import Experience, Needs
+from mtrl.utils.errors import RunError
 from mtrl.utils.plugin_registry import Registry
+from mtrl.utils.user_code import call_user_code, check_shape
 
 Scale = Literal["group", "batch", "none"]
 STD_EPSILON = 1e-6
@@ -102,6 +104,17 @@ class Estimator(ABC):
     def estimate(self, experience: Experience, penalty: Tensor | None) -> Estimated:
         """A [N, T], 0 off the mask, and the returns [N, T] that a critic learns, if any. `penalty` [N, T] is the
         divergence from the reference, if it is part of the reward."""
+
+
+def estimate_advantages(estimator: Estimator, experience: Experience, penalty: Tensor | None) -> Estimated:
+    """The advantages and returns of an estimator, which may be a user's."""
+    what = f"advantage estimator {type(estimator).__name__}"
+    result = call_user_code(what, lambda: estimator.estimate(experience, penalty))
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise RunError(f"{what} returned a {type(result).__name__}, not two: advantages, and returns or None")
+    for value in result if "values" in estimator.needs or result[1] is not None else result[:1]:
+        check_shape(what, value, experience.rollouts.mask.shape, "one number per response and token, [N, T]")
+    return result
 
 
 @dataclass(frozen=True)

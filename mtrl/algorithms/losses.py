@@ -18,6 +18,7 @@ from mtrl.algorithms.groups import row_mean
 from mtrl.algorithms.signals import LOG_RATIO_LIMIT
 from mtrl.types import LossWeights, TrainBatch
 from mtrl.utils.plugin_registry import Registry
+from mtrl.utils.user_code import call_user_code, check_shape
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
 Level = Literal["token", "sequence"]
@@ -128,7 +129,10 @@ def total_loss(
     if correction is None:
         correction = mismatch_correction(old, sampled, mask, loss.tis_clip, loss.tis_level)
     ratio = importance_ratio(logp, old, mask, loss.policy.level)
-    policy = weighted_sum(weights.policy * correction, loss.policy.term(ratio, logp, batch.advantage))
+    what = f"policy loss {type(loss.policy).__name__}"
+    term = call_user_code(what, lambda: loss.policy.term(ratio, logp, batch.advantage))
+    check_shape(what, term, logp.shape, "the loss of each token, [N, T]")
+    policy = weighted_sum(weights.policy * correction, term)
     total = policy
     low, high = loss.policy.clipped(ratio, batch.advantage)
     metrics = {

@@ -32,7 +32,8 @@ def step_metrics(experience: Experience, cut: bool) -> Metrics:
             )
     if signals.entropy is not None:
         values["actor/entropy"] = masked_mean(signals.entropy, mask)
-    return values
+    extra = {name: each for name, each in signals.extra.items() if each.ndim == 2}
+    return values | {f"signal/{name}": masked_mean(each, mask) for name, each in extra.items()}
 
 
 def summary(name: str, x: Tensor) -> Metrics:

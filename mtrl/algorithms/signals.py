@@ -7,7 +7,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mtrl.types import SEGMENTS, TEXT_POOL, VISION_POOL, Prompt
+from mtrl.types import SEGMENTS, TEXT_POOL, VISION_POOL, Prompt, Signal, TokenStates
+from mtrl.utils.errors import RunError
+from mtrl.utils.user_code import call_user_code, check_shape
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: a larger ratio carries no information, and float32 soon overflows
 DEPENDENCY_LIMIT = 10.0
@@ -33,6 +35,16 @@ def visual_dependency(old: Tensor, perturbed: Tensor, mask: Tensor) -> Tensor:
 def bounded_dependency(kl: Tensor, mask: Tensor) -> Tensor:
     """S [N, T] from an estimate of KL(pi(.|I) || pi(.|I')): `vocab.full_kl` for `full_kl`. 0 off the mask."""
     return kl.clamp(0.0, DEPENDENCY_LIMIT).where(mask, 0.0)
+
+
+def measure_signal(signal: Signal, original: TokenStates, perturbed: TokenStates | None = None) -> Tensor:
+    """[M, *shape] float32: the values of a user's signal. The run ends if they are not what its class declares."""
+    what = f"signal {type(signal).__name__}"
+    values = call_user_code(what, lambda: signal.measure(original, perturbed))
+    check_shape(what, values, (len(original.tokens), *signal.shape), "one row per token, of its `shape`")
+    if not values.isfinite().all():
+        raise RunError(f"{what} returned NaN or infinity")
+    return values.float()
 
 
 def layer_segments(layers: int, last_k: int | None = None, weight_last_k: int | None = None) -> list[range]:

@@ -105,6 +105,26 @@ def support_mass(
     return mass
 
 
+@torch.no_grad()
+def map_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    function: Callable[[Tensor, Tensor], Tensor],
+    *,
+    temperature: float = 1.0,
+    forbidden: Tensor | None = None,
+    chunk: int = CHUNK_POSITIONS,
+) -> Tensor:
+    """[M, ..]: the results [C, ..] of a function for the log-probs [C, V] and the targets [C] of each chunk."""
+    forbidden, weight = _at(hidden, forbidden), weight.to(hidden.dtype)
+    parts = [
+        function(_logits(hidden[rows], weight, temperature, forbidden).log_softmax(-1), targets[rows])
+        for rows in _chunks(len(hidden), chunk) or [slice(0, 0)]  # a rank may have no token
+    ]
+    return torch.cat(parts)
+
+
 class _TokenScores(torch.autograd.Function):
     """d logp_target / d logit_j = [j is the target] - p_j"""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import reduce
 from typing import Any, TypeVar
@@ -28,13 +28,14 @@ from mtrl.models.load_model import DTYPES
 from mtrl.models.perturb import Perturbation
 from mtrl.training.algorithm_spec import NOTHING, AlgorithmSpec
 from mtrl.training.dynamic_sampling import Filtering
-from mtrl.types import Needs, Sampling
+from mtrl.types import VIEWS, Needs, Sampling, Signal
 from mtrl.utils.plugin_registry import Registry, Spec
 from mtrl.utils.plugins import PluginError
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 
 T = TypeVar("T")
+OWN_SIGNALS = Registry[Signal]("signal", (Signal,), {})
 GPU_TOKENS_PER_MICRO_BATCH = 32768  # if they fit; few large passes keep a GPU busy
 GPU_TOKENS_PER_PROBE = 65536  # more than in an update: passes without gradient keep no activations
 ATTENTION_METRICS_INTERVAL = 10  # steps between measurements of attention that serve only metrics
@@ -59,8 +60,8 @@ def make_algorithm(
     """`rewards` and `trackers` are the signals that they read; `decode` binds credit rules to the tokenizer."""
     optimization = config.optimization
     credit, divergence, estimator = make_credit_rules(config), make_divergence(config), make_estimator(config)
-    rewards = tuple(rewards)
-    readers = [*(rule.needs for rule in credit), *rewards, trackers, estimator.needs]
+    rewards, signals = tuple(rewards), Needs(custom=make_signals(config))
+    readers = [*(rule.needs for rule in credit), *rewards, trackers, estimator.needs, signals]
     if divergence is not None:
         readers.append(divergence.needs)
     if (replay := make_replay_rule(config)) is not None:
@@ -217,6 +218,29 @@ def make_attention_weights(config: Config) -> AttentionWeights:
         top_ratio=optimization.token_weight_top_ratio,
         attention=optimization.compute_attention_metrics is not False,
     )
+
+
+def make_signals(config: Config) -> list[Signal]:
+    """The signals of users' classes."""
+    signals = [make_named(OWN_SIGNALS, "optimization.signals", spec) for spec in config.optimization.signals]
+    for number, signal in enumerate(signals):
+        if fault := find_signal_fault(signal, [each.name for each in signals[:number]]):
+            raise ConfigError([f"optimization.signals: {type(signal).__name__}: {fault}"])
+    return signals
+
+
+def find_signal_fault(signal: Signal, earlier: Sequence[str]) -> str | None:
+    """What is wrong with the declaration of a signal; None if nothing is."""
+    name = getattr(signal, "name", None)
+    if not isinstance(name, str) or not name.isidentifier():
+        return "its class needs a name, such as name = 'margin': letters, digits and _"
+    if name in VIEWS or name in earlier:
+        return f"there is a signal {name} already; give it another name"
+    if signal.views not in (1, 2) or signal.model not in ("policy", "reference"):
+        return "views is 1 or 2, and model is policy or reference"
+    if signal.model == "reference" and signal.views == 2:
+        return "the reference sees the original image alone; set views to 1, or model to policy"
+    return None
 
 
 def make_divergence(config: Config) -> Divergence | None:

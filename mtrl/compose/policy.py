@@ -36,6 +36,7 @@ from mtrl.rollout.lifecycle import EngineLifecycle
 from mtrl.training.algorithm_spec import AlgorithmSpec
 from mtrl.training.interrupt import say_at_once
 from mtrl.training.resume import check_undamaged
+from mtrl.types import VIEWS
 from mtrl.utils.plugin_registry import Registry
 from mtrl.utils.plugins import PluginError, load_user_object
 from mtrl.workers.actor import LocalActor
@@ -234,6 +235,10 @@ def load_options(config: Config, device: str | None = None) -> dict[str, Any]:
 
 def check_signals_available(config: Config, spec: AlgorithmSpec, can_read_attention: bool) -> None:
     """Raise before the first step if a signal is needed that cannot be measured."""
+    if unknown := spec.needs.unknown:
+        reader, known = _name_readers(spec, unknown[0]), ", ".join(VIEWS)
+        message = f"{reader} needs the signal {unknown[0]}, which nothing measures; there are {known}"
+        raise ConfigError([f"optimization.signals: {message}; name the file of your own here: file.py:Name"])
     setting, needs_attention = config.optimization.compute_attention_metrics, "attention_mass" in spec.needs
     if (needs_attention or setting is True or spec.maps_per_step) and not can_read_attention:
         chosen = config.worker.actor.model.attn_implementation

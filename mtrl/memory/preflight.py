@@ -63,7 +63,7 @@ class Limits:
     @property
     def probe_needs(self) -> Needs:
         """The needs that the probe of the policy itself measures."""
-        return self.needs.without("ref_logprobs", "divergence", "values")
+        return self.needs.of_policy
 
     def on_each(self, ranks: int, sp_size: int) -> Limits:
         """The limits of one of several ranks; `sp_size` ranks share every pass."""

@@ -7,16 +7,23 @@ pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.signals import ATTENTION, bounded_dependency, layer_segments, visual_dependency
-from mtrl.algorithms.vocab import CHUNK_POSITIONS, TokenScores, full_kl, support_mass, token_scores
+from mtrl.algorithms.signals import (
+    ATTENTION,
+    bounded_dependency,
+    layer_segments,
+    measure_signal,
+    visual_dependency,
+)
+from mtrl.algorithms.vocab import CHUNK_POSITIONS, TokenScores, full_kl, map_log_probs, support_mass, token_scores
 from mtrl.models.attention_maps import PatchReader, make_image_readers
 from mtrl.models.backbone import Backbone, Features, prompt_positions, vision_tokens
 from mtrl.models.device_copy import to_device
@@ -24,7 +31,7 @@ from mtrl.models.layout import Layout, lay_out
 from mtrl.models.masked_attention import AttentionReader, MapReader, MassReader
 from mtrl.models.parallel.sequence import SequenceParallelGroup
 from mtrl.protocols import PromptEncoder
-from mtrl.types import SEGMENTS, Needs, Rollouts, Signals
+from mtrl.types import SEGMENTS, Needs, Rollouts, Signal, Signals, TokenStates
 
 OLD_LOGPROBS = Needs("old_logprobs")
 Views = Sequence[tuple[np.ndarray, ...]]  # perturbed media per prompt
@@ -82,6 +89,7 @@ class Forward:
         similar = {"similarity": self._similarity(states, hidden[0], layout)} if "similarity" in needs else {}
         del states  # frees memory for the vocabulary
         scored = self._score_views(hidden, rollouts, needs) if needs.without(*ATTENTION) else {}
+        extra = self._measure_custom(hidden, rollouts, needs.custom)
         scored |= {name: self.gather_tokens(values, rollouts) for name, values in similar.items()}
         signals = {name: unpack(values.cpu(), rollouts.mask) for name, values in scored.items()}
         if "dependency" in signals:
@@ -90,7 +98,8 @@ class Forward:
             old, perturbed = signals["old_logprobs"], signals["perturbed_logprobs"]
             signals["dependency"] = visual_dependency(old, perturbed, rollouts.mask)
         mass = {} if reader is None else self._unpack_mass(reader, layout, rollouts)
-        return Signals(**signals, **mass, attention_maps=None if patches is None else patches.maps(len(rollouts)))
+        maps = None if patches is None else patches.maps(len(rollouts))
+        return Signals(**signals, **mass, attention_maps=maps, extra=extra)
 
     def _score_views(self, hidden: list[Tensor], rollouts: Rollouts, needs: Needs) -> dict[str, Tensor]:
         """Each signal of the vocabulary as [M], on the device, so nothing waits for the device in between. A new signal
@@ -111,6 +120,23 @@ class Forward:
             kl = full_kl(hidden[0], hidden[1], self.backbone.output_matrix, **self.distribution())
             signals["dependency"] = self.gather_tokens(kl, rollouts)
         return signals
+
+    def _measure_custom(
+        self, hidden: Sequence[Tensor], rollouts: Rollouts, signals: Iterable[Signal]
+    ) -> dict[str, Tensor]:
+        """[N, T, *shape] by name: the signals of users' classes."""
+        views = [self._token_states(each, rollouts) for each in hidden] if signals else []
+        extra = {}
+        for signal in sorted(signals, key=lambda each: each.name):
+            values = measure_signal(signal, *views[: signal.views])
+            extra[signal.name] = unpack_rows(self.gather_tokens(values, rollouts).cpu(), rollouts.mask)
+        return extra
+
+    def _token_states(self, hidden: Tensor, rollouts: Rollouts) -> TokenStates:
+        tokens = self._local_tokens(rollouts, hidden.device)
+        return TokenStates(
+            tokens, hidden, partial(map_log_probs, hidden, self.backbone.output_matrix, tokens, **self.distribution())
+        )
 
     @torch.no_grad()
     def maps(self, rollouts: Rollouts, tokens: Sequence[int]) -> Tensor:
@@ -133,8 +159,7 @@ class Forward:
 
     def score_tokens(self, hidden: Tensor, rollouts: Rollouts, entropy: bool = False) -> TokenScores:
         """The `scores` of `response_hidden`."""
-        tokens = rollouts.tokens[rollouts.mask]
-        targets = to_device(tokens[self.sp_group.local_tokens(len(tokens))], hidden.device)
+        targets = self._local_tokens(rollouts, hidden.device)
         matrix, rules = self.backbone.output_matrix, self.distribution()
         scores = token_scores(hidden, matrix, targets, entropy=entropy, **rules)
         if entropy and (self.top_p < 1 or self.top_k > 0):
@@ -144,8 +169,13 @@ class Forward:
         gathered = (None if each is None else self.gather_tokens(each, rollouts) for each in others)
         return TokenScores(self.gather_tokens(scores.logp, rollouts), *gathered)
 
+    def _local_tokens(self, rollouts: Rollouts, device: torch.device) -> Tensor:
+        """The ids of this rank's response tokens."""
+        tokens = rollouts.tokens[rollouts.mask]
+        return to_device(tokens[self.sp_group.local_tokens(len(tokens))], device)
+
     def gather_tokens(self, values: Tensor, rollouts: Rollouts) -> Tensor:
-        """[M]: the number of every token, gathered from the ranks that each computed some of them."""
+        """[M, ..]: the numbers of every token, gathered from the ranks that each computed some of them."""
         return self.sp_group.gather_tokens(values, int(rollouts.mask.sum()))
 
     def distribution(self) -> dict[str, Any]:
@@ -260,12 +290,18 @@ class Forward:
         clean = [(tail, d) for tail, d in zip(layout.tails, layout.documents, strict=True) if d.view == 0]
         tokens = int(rollouts.mask.sum())
         responses, *tails = reader.total.cpu().split([tokens, *(len(tail[1]) for tail, _ in clean)])
-        mass = torch.zeros(*rollouts.mask.shape, *responses.shape[1:])
-        mass[rollouts.mask] = responses
+        mass = unpack_rows(responses, rollouts.mask)
         prompt_mass = torch.zeros(len(rollouts), *responses.shape[1:])
         for values, (_, document) in zip(tails, clean, strict=True):
             prompt_mass[list(document.rows)] = values.mean(0)
         return {"attention_mass": mass, "prompt_attention_mass": prompt_mass}
+
+
+def unpack_rows(values: Tensor, mask: Tensor) -> Tensor:
+    """[M, ..] -> [N, T, ..] where the mask is set, 0 elsewhere; on the CPU, without gradients."""
+    unpacked = torch.zeros(*mask.shape, *values.shape[1:], dtype=values.dtype)
+    unpacked[mask] = values
+    return unpacked
 
 
 def unpack(values: Tensor, mask: Tensor) -> Tensor:

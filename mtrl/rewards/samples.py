@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from PIL import Image
 from torch import Tensor
 
 from mtrl.algorithms.signals import ATTENTION, pool_sizes, segment, sequence_mass, vgr
-from mtrl.types import SEGMENTS, Prompt, Rollouts, Signals
+from mtrl.types import SEGMENTS, VIEWS, Prompt, Rollouts, Signals
 
-PER_TOKEN = tuple(f.name for f in fields(Signals) if f.name not in ATTENTION)  # [N, T]; attention has more dimensions
+PER_TOKEN = tuple(name for name in VIEWS if name not in ATTENTION)  # [N, T]; attention has more dimensions
 
 
 def make_samples(
@@ -53,7 +52,8 @@ def prompt_fields(prompt: Prompt, options_key: str, answer_key: str) -> dict[str
 
 
 def signal_lists(rollouts: Rollouts, signals: Signals | None) -> list[dict[str, Any]]:
-    """Return the signals of each response: {"old_logprobs": [one number per token], "entropy": .., ..}.
+    """Return the signals of each response: {"old_logprobs": [one number per token], "entropy": .., ..},
+    and those of `optimization.signals` under their names.
 
     With attention also "vgr" for each token, and "vgr_early", "vgr_late", .. of the whole response; both are missing if
     they do not apply.
@@ -61,6 +61,7 @@ def signal_lists(rollouts: Rollouts, signals: Signals | None) -> list[dict[str, 
     measured: dict[str, Tensor] = {}
     if signals is not None:
         measured = {name: value for name in PER_TOKEN if (value := getattr(signals, name)) is not None}
+        measured |= signals.extra
     lengths = rollouts.mask.sum(1).tolist()
     rows: list[dict[str, Any]] = [
         {name: value[row, :n].tolist() for name, value in measured.items()} for row, n in enumerate(lengths)

@@ -22,7 +22,7 @@ from mtrl.protocols import Tracker
 from mtrl.report.log_pages import DecodeTokens
 from mtrl.tracking.background import Background
 from mtrl.tracking.blocks import BlockWriter
-from mtrl.tracking.streams import MAP_SCALE, MAPS, as_list, pack_response, to_stored_dtype
+from mtrl.tracking.streams import EXTRA, MAP_SCALE, MAPS, as_list, pack_response, to_stored_dtype
 from mtrl.types import SEGMENTS, Experience, Prompt
 from mtrl.utils.record_rows import first_rows
 
@@ -134,7 +134,8 @@ class TokenPieces:
 
 # -------------------------------------------------------------------------------------------------------------- values
 def token_streams(it: Experience) -> dict[str, Tensor]:
-    """All per-token values, [N, T] by name; `mass` is [N, T, segments, 2], text before vision."""
+    """All per-token values, [N, T] by name; `mass` is [N, T, segments, 2], text before vision. Of users' signals those
+    with one number per token."""
     signals, credit = it.signals, it.credit
     streams: dict[str, Tensor | None] = {
         "ids": it.rollouts.tokens,
@@ -155,6 +156,7 @@ def token_streams(it: Experience) -> dict[str, Tensor]:
             "mask": credit.keep_mask,
             "weight": credit.response_weight[:, None] * weights,
         }
+    streams |= {f"{EXTRA}{name}": values for name, values in signals.extra.items() if values.ndim == 2}
     return {name: values for name, values in streams.items() if values is not None}
 
 

@@ -47,7 +47,7 @@ class AlgorithmSpec:
     @property
     def reads_reference(self) -> bool:
         """Whether the reference is read, before the update or in it."""
-        return self.divergence is not None or "ref_logprobs" in self.needs or "divergence" in self.needs
+        return self.divergence is not None or bool(self.needs.of_reference)
 
     @property
     def scores_first(self) -> bool:

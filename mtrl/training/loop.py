@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mtrl.algorithms.advantages import estimate_advantages
 from mtrl.algorithms.batches import assemble
 from mtrl.algorithms.credit import assign, credit_metrics
 from mtrl.algorithms.losses import Loss
@@ -115,7 +116,7 @@ class Loop:
     def assign_credit(self, experience: Experience, step: int) -> Experience:
         """Turn rewards into advantages, and advantages into the credit of each token."""
         penalty = None if self.divergence is None else self.divergence.reward_penalty(experience.signals)
-        advantage, returns = self.spec.estimator.estimate(experience, penalty)
+        advantage, returns = estimate_advantages(self.spec.estimator, experience, penalty)
         experience = replace(experience, advantage=advantage, returns=returns)
         return replace(experience, credit=assign(self.spec.credit, experience, (self.spec.seed, step)))
 

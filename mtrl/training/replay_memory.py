@@ -109,17 +109,19 @@ def entry_row(entry: ReplayEntry[StoredGroup]) -> dict[str, Any]:
         "place": group.index,
         "score": entry.score,
         "parts": list(group.experience.rewards.parts),  # in order
+        "extra": list(group.experience.signals.extra),
         "text": rollouts.text,
         "finish": rollouts.finish_reason,
     }
 
 
 def read_entry(row: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]) -> ReplayEntry[StoredGroup]:
-    rewards = dict(tensors["rewards"])
+    rewards, signals = dict(tensors["rewards"]), dict(tensors["signals"])
     parts = {name: rewards.pop(f"parts/{name}") for name in row["parts"]}
+    extra = {name: signals.pop(f"extra/{name}") for name in row.get("extra", ())}
     experience = Experience(
         Rollouts(prompts=(), text=tuple(row["text"]), finish_reason=tuple(row["finish"]), **tensors["rollouts"]),
         Rewards(parts=parts, **rewards),
-        Signals(**tensors["signals"]),
+        Signals(**signals, extra=extra),
     )
     return StoredGroup(row["task"], row["step"], row["place"], experience).entry(row["score"])

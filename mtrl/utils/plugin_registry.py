@@ -62,8 +62,8 @@ class Registry(Generic[T]):
             return self.builtin[name]
         close = get_close_matches(name, self.builtin, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
-        known = ", ".join(self.builtin)
-        raise PluginError(f"there is no {self.what} {name}{hint}; there are {known}; your own is file.py:Name")
+        known = f"; there are {', '.join(self.builtin)}" if self.builtin else ""
+        raise PluginError(f"there is no {self.what} {name}{hint}{known}; yours is file.py:Name")
 
     def _load(self, spec: str) -> type[T]:
         kind: Any = load_user_object(spec, self.what)

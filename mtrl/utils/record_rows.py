@@ -48,8 +48,8 @@ def join_rows(records: Sequence[Record]) -> Record:
     """One record with all rows. Narrower tensors are padded with 0 (nobody reads values off the mask); a field that one
     record lacks is missing in the result."""
     columns = {f.name: [getattr(each, f.name) for each in records] for f in fields(records[0])}  # type: ignore[arg-type]
-    tensors = next((column for column in columns.values() if isinstance(column[0], Tensor)), [])
-    counts = [len(tensor) for tensor in tensors]  # rows of each record
+    with_rows = next((column for column in columns.values() if isinstance(column[0], Tensor)), [()] * len(records))
+    counts = [len(values) for values in with_rows]  # rows of each record
     return replace(records[0], **{name: _concatenate(column, counts) for name, column in columns.items()})  # type: ignore
 
 
@@ -61,9 +61,10 @@ def _concatenate(values: Sequence[Any], counts: Sequence[int]) -> Any:
         width = max(value.shape[1] for value in values) if first.ndim > 1 else 0
         return torch.cat([_pad_columns(value, width) for value in values])
     if isinstance(first, Mapping):  # parts of the reward: a part that a record lacks applies to none of its rows
-        absent = [torch.full((count,), torch.nan) for count in counts]
         names = dict.fromkeys(name for value in values for name in value)
-        return {name: torch.cat([v.get(name, nan) for v, nan in zip(values, absent, strict=True)]) for name in names}
+        absent = [torch.full((count,), torch.nan) for count in counts]
+        columns = {name: [v.get(name, nan) for v, nan in zip(values, absent, strict=True)] for name in names}
+        return {name: _concatenate(column, counts) for name, column in columns.items()}
     if isinstance(first, tuple):
         return tuple(each for value in values for each in value)
     assert is_dataclass(first), f"cannot join {type(first).__name__}"

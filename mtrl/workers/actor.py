@@ -73,8 +73,8 @@ class LocalActor:
     # ------------------------------------------------------------------------------------------------------- probing
     def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
         """The needed signals of every token, before any update of this step; makes no pass if none is needed."""
-        signals = self._probe_policy(rollouts, needs.without("ref_logprobs", "divergence", "values"), step)
-        if not ("ref_logprobs" in needs or "divergence" in needs):
+        signals = self._probe_policy(rollouts, needs.of_policy, step)
+        if not (needs := needs.of_reference):
             return signals
         measure = lambda rows: self._needed_reference.signals(rows, needs, self.forward)  # noqa: E731
         return signals.merge(self._with_reference(lambda: self._probe_in_passes(rollouts, measure)))

@@ -54,11 +54,13 @@ class Reference:
 
     @torch.no_grad()
     def signals(self, rollouts: Rollouts, needs: Needs, policy: Forward) -> Signals:
-        """Log-probs, and the policy's divergence from the reference over the whole vocabulary, if needed."""
+        """Log-probs and users' signals, and the policy's divergence from the reference over the whole vocabulary, if
+        needed."""
         signals = Signals()
-        if "ref_logprobs" in needs:
+        if needs.without("divergence"):
             with self.active():
-                signals = Signals(ref_logprobs=self.forward.signals(rollouts).old_logprobs)
+                measured = self.forward.signals(rollouts, Needs("old_logprobs", custom=needs.custom))
+            signals = Signals(ref_logprobs=measured.old_logprobs, extra=measured.extra)
         if "divergence" not in needs:
             return signals
         theirs = self.response_hidden(rollouts)

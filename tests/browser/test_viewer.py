@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -89,6 +91,22 @@ def test_every_heat_map_shows_its_own_numbers(page, demo_run):
 
 
 DRAWN = "canvas => [...canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data].join()"
+
+
+def test_a_signal_of_the_user_is_a_heat_map(page, tmp_path):
+    step = make_step()
+    values = torch.arange(step.rollouts.mask.numel()).view(step.rollouts.mask.shape) - 2.0
+    run = fake_run(tmp_path / "run", steps=1)
+    shutil.rmtree(run / "record")
+    recorded(run / "record", replace(step, signals=replace(step.signals, extra={"margin": values})))
+    with served(run) as address:
+        page.goto(f"{address}#rollouts")
+        page.wait_for_selector(".response .token")
+        page.locator('.pill[data-heat="extra_margin"]').click()
+        page.wait_for_selector('.pill[data-heat="extra_margin"][aria-pressed="true"]')
+        assert "margin" in page.locator(".matrix .row button").all_inner_texts()
+        page.locator(".response .token").first.hover()
+        assert "margin" in page.locator(".token-tip").inner_text()
 
 
 def wait_for_images(page):

@@ -1,8 +1,9 @@
 """Ranks with sequence parallelism compute the same signals as one process, and learn the same."""
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from run_helpers import get_run_dir, train_arguments
 from safetensors.torch import load_file
 from sharded_helpers import CPU, MIXED, ONE_GROUP, TEXT_AND_ONE_IMAGE, check
 from tiny_models import fresh_backbone, get_encoder, plain_logp, prompts_for, random_rollouts, shared_backbone
+from torch import Tensor
 
 from mtrl.cli import main
 from mtrl.compose.worker_groups import WorkerPlan, check_sequence_parallel
@@ -23,7 +25,7 @@ from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
 from mtrl.models.parallel.sequence import SequenceParallelGroup, explain_indivisible_heads, make_sp_group
 from mtrl.models.perturb import Perturbation
 from mtrl.tracking.jsonl import read_rows
-from mtrl.types import Needs
+from mtrl.types import Needs, Signal
 from mtrl.workers.micro_batches import MicroBatching
 
 LAYOUTS = {
@@ -31,6 +33,21 @@ LAYOUTS = {
     "packed": {"share_prefix": True, "packed": True, "top_p": 0.9},
     "rows": {"share_prefix": False, "dependency": "full_kl"},  # causal: there is no mask
 }
+
+
+@dataclass(frozen=True)
+class TopTwo(Signal):
+    """A user's signal: two numbers per token, which compare the views."""
+
+    name: ClassVar[str] = "top_two"
+    shape: ClassVar[tuple[int, ...]] = (2,)
+    views: ClassVar[int] = 2
+
+    def measure(self, original, perturbed):
+        before, after = (view.map_log_probs(lambda x, _: x.topk(2).values) for view in (original, perturbed))
+        return after - before
+
+
 NEEDS = Needs(
     "old_logprobs",
     "entropy",
@@ -40,6 +57,7 @@ NEEDS = Needs(
     "similarity",
     "attention_mass",
     "prompt_attention_mass",
+    custom=[TopTwo()],
 )
 
 
@@ -96,9 +114,10 @@ def agree(family, size, folder):
         for name, mine in expected.items():
             theirs = found[name]
             close(theirs.logp, mine.logp, rtol=1e-5, atol=3e-5)
-            for signal, values in vars(mine.signals).items():
-                if values is not None:
-                    close(getattr(theirs.signals, signal), values, rtol=1e-4, atol=5e-5)
+            found_signals = {**vars(theirs.signals), **theirs.signals.extra}
+            for signal, values in {**vars(mine.signals), **mine.signals.extra}.items():
+                if isinstance(values, Tensor):
+                    close(found_signals[signal], values, rtol=1e-4, atol=5e-5)
             assert theirs.grads.keys() == mine.grads.keys()
             for each, grad in mine.grads.items():
                 close(theirs.grads[each], grad, rtol=1e-4, atol=2e-5 * max(1.0, float(grad.abs().max())))

@@ -1,10 +1,11 @@
 """The whole command on two ranks, as started by torchrun, against the same command in one process: with weights in
-CPU memory, with a reward model, and with activation checkpointing and a frozen tower."""
+CPU memory, with a reward model, with activation checkpointing and a frozen tower, and with users' classes."""
 
 import json
 import multiprocessing
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +32,13 @@ TPRL = (
 REFERENCE = ("optimization.disable_divergence=false", "worker.ref.offload_params=true")
 FROZEN = ("worker.actor.model.enable_gradient_checkpointing=true", "worker.actor.model.freeze_vision_tower=true")
 JUDGED = ("worker.reward.reward_type=model", "worker.reward.functions=null", "worker.reward.weights=null")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+OWN = (
+    f"optimization.advantage_estimator={EXAMPLES}/estimators/baseline_by_length.py:ByLength",
+    f"optimization.policy_loss={EXAMPLES}/losses/quadratic.py:Quadratic", "worker.actor.ppo_epochs=2",
+    f"optimization.signals=[{EXAMPLES}/signals/margin.py:Margin]",
+    f"optimization.credit=[{EXAMPLES}/signals/margin.py:Hesitant]", "optimization.replay_buffer_size=4",
+)  # fmt: skip
 # Overrides of both commands, and additional overrides of each run on ranks.
 RUNS = {
     "main memory": (
@@ -39,6 +47,7 @@ RUNS = {
     ),
     "reward model": (JUDGED, [()]),
     "frozen tower": (FROZEN, [()]),
+    "classes of users": (OWN, [()]),
 }
 
 

@@ -112,7 +112,7 @@ WRONG = {
     ),
     "asks for what does not exist": (
         "class Mine(Weight):\n    needs = Needs('gaze')\n    def apply(self, experience, key): ...",
-        "there is no signal gaze; there are old_logprobs, ",
+        "Mine needs the signal gaze, which nothing measures; there are old_logprobs, ",
     ),
     "a wrong shape": (
         "class Mine(Weight):\n    def apply(self, experience, key):\n        return torch.ones(3)",

@@ -151,14 +151,6 @@ def test_a_rule_that_does_not_apply(mine):
     assert "abstract" in refusal(f"{mine}:Unfinished") and "apply" in refusal(f"{mine}:Unfinished")
 
 
-def test_a_signal_that_there_is_not(tmp_path):
-    path = tmp_path / "hopeful.py"
-    path.write_text(MINE.replace('Needs("entropy")', 'Needs("entropie")'))
-    message = refusal({"name": f"{path}:Late", "slope": 1.0})
-    expected = f"{path}:Late cannot be loaded: ValueError: there is no signal entropie; there are old_logprobs, "
-    assert message.startswith(expected)
-
-
 def test_a_file_that_cannot_be_run(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text("x = 1 / 0\n")

@@ -17,7 +17,6 @@
 
 from __future__ import annotations
 
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from mtrl.types import Experience, Needs
 from mtrl.utils.errors import RunError
+from mtrl.utils.user_code import call_user_code
 
 Key = tuple[int, int]  # (seed, step)
 Target = Literal["advantage", "mask"]
@@ -83,14 +83,7 @@ class Bonus(Rule):
 
 # ----------------------------------------------------------------- checks: a wrong answer must not reach the gradient
 def call_rule(rule: Rule, function: Callable[[], Result]) -> Result:
-    """Call user code; an exception ends the run with one line that names the rule and the line in its file."""
-    try:
-        return function()
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        message = f"{type(error).__name__}: {error}".splitlines()[0]
-        where = f"({frame.filename}:{frame.lineno})"
-        raise RunError(f"credit rule {type(rule).__name__} failed: {message} {where}") from error
+    return call_user_code(f"credit rule {type(rule).__name__}", function)
 
 
 def apply_rule(rule: Rule, experience: Experience, key: Key) -> Tensor:

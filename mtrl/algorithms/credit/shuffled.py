@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mtrl.algorithms.credit.rule import Bonus, Filter, Key, Rule, Target, Weight
-from mtrl.types import Experience, Needs, Signals
+from mtrl.types import VIEWS, Experience, Needs, Signals
 from mtrl.utils.seeding import rng_for
 
 Across = Literal["tokens", "rows"]
@@ -56,9 +56,9 @@ def shuffled(rule: Rule, across: Across = "tokens") -> Rule:
 
 def take_signals(signals: Signals, row: Tensor, column: Tensor) -> Signals:
     """Per-token signals gathered from these positions; signals of the prompt stay."""
-    names = [f.name for f in fields(signals) if f.name not in ("prompt_attention_mass", "attention_maps")]
-    per_token = {name: getattr(signals, name) for name in names}
-    return replace(signals, **{name: x[row, column] for name, x in per_token.items() if x is not None})
+    per_token = [name for name in VIEWS if name not in ("prompt_attention_mass", "attention_maps")]
+    taken = {name: values[row, column] for name in per_token if (values := getattr(signals, name)) is not None}
+    return replace(signals, **taken, extra={name: x[row, column] for name, x in signals.extra.items()})
 
 
 def shuffled_positions(mask: Tensor, key: Key, across: Across) -> tuple[Tensor, Tensor]:

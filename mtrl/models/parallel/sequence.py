@@ -93,8 +93,8 @@ class SequenceParallelGroup:
         return received[to_device(order.argsort(), hidden.device)]
 
     def gather_tokens(self, values: Tensor, count: int) -> Tensor:
-        """[count]: the number of every response token, from this rank's own tokens. Each rank back-propagates into its
-        own alone, since the others have the same loss and do the same."""
+        """[count, ..]: the numbers of every response token, from this rank's own tokens. Each rank back-propagates into
+        its own alone, since the others have the same loss and do the same."""
         if self.size == 1:
             return values
         gathered: Tensor = _Gather.apply(values, self, count)
@@ -156,7 +156,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, sp_group: SequenceParallelGroup, count: int) -> Tensor:
         ctx.own = sp_group.local_tokens(count)
-        padded = torch.nn.functional.pad(values, (0, -(-count // sp_group.size) - len(values)))
+        padded = torch.nn.functional.pad(
+            values, [0, 0] * (values.ndim - 1) + [0, -(-count // sp_group.size) - len(values)]
+        )
         gathered = [torch.empty_like(padded) for _ in range(sp_group.size)]
         dist.all_gather(gathered, padded, group=sp_group.group)
         return torch.cat(gathered)[:count]

@@ -13,7 +13,15 @@ export const HEATS = [
   { key: "old", label: "log-prob", kind: "amount", root: true, sign: -1, least: 1, help: "log-probability of the token before the update; stronger colour: more surprising" },
 ];
 
-export const findHeat = (key) => HEATS.find((heat) => heat.key === key) ?? HEATS[0];
+const EXTRA = "extra_"; // before the name of a signal of optimization.signals
+
+/** One heat map for each signal of the user's own that these responses have. */
+export function extraHeats(responses) {
+  const keys = responses.flatMap((response) => Object.keys(response.streams ?? {})).filter((key) => key.startsWith(EXTRA));
+  return [...new Set(keys)].map((key) => ({ key, label: key.slice(EXTRA.length), kind: "around", centre: 0, help: "a signal of optimization.signals" }));
+}
+
+export const listHeats = (responses) => [...HEATS, ...extraHeats(responses)];
 
 /** The numbers of a heat map for a response, or null. */
 export function heatValues(heat, response, segment) {
@@ -48,7 +56,7 @@ export function paint(scale, value) {
 /** Every heat map of a response; attention as one per layer segment. */
 export function allHeats(response) {
   const rows = [];
-  for (const heat of HEATS) {
+  for (const heat of listHeats([response])) {
     const segments = heat.key === "vision" ? response.segments : [""];
     for (const segment of segments) {
       const values = heatValues(heat, response, segment);

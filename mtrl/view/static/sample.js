@@ -3,7 +3,7 @@
 import * as api from "mtrl/api";
 import { fill, h, number, plural, visible } from "mtrl/dom";
 import { clearAttention, drawAttention, getMaps } from "mtrl/attention";
-import { HEATS, allHeats, findHeat, heatValues, makeLegend, makeScale, paint } from "mtrl/heat";
+import { allHeats, extraHeats, heatValues, listHeats, makeLegend, makeScale, paint } from "mtrl/heat";
 import { verdict } from "mtrl/rollouts";
 import { colour, hidden, live, runColours, set, state } from "mtrl/state";
 
@@ -73,7 +73,8 @@ export class Sample {
   /** The chosen heat map, or the first that these responses have. */
   heat(members) {
     const has = (heat) => members.some((each) => heatValues(heat, each, state.segment));
-    return [findHeat(state.heat), ...HEATS].find(has) ?? null;
+    const heats = listHeats(members).filter(has);
+    return heats.find((heat) => heat.key === state.heat) ?? heats[0] ?? null;
   }
 
   head(one) {
@@ -101,10 +102,10 @@ export class Sample {
 
   heatBar(members, heat, scale) {
     if (!heat) return h("p", { class: "quiet heat-bar" }, "This file has no numbers for single tokens.");
-    const buttons = HEATS.map((each, index) => {
+    const buttons = listHeats(members).map((each, index) => {
       const exists = members.some((one) => heatValues(each, one, state.segment));
       const help = exists ? `${each.help} (${index + 1})` : `not recorded${each.needs ? `; requires ${each.needs}` : ""}`;
-      return h("button", { class: "pill", title: help, disabled: !exists, "aria-pressed": each === heat, dataset: { heat: each.key }, onclick: () => set({ heat: each.key }) }, each.label);
+      return h("button", { class: "pill", title: help, disabled: !exists, "aria-pressed": each.key === heat.key, dataset: { heat: each.key }, onclick: () => set({ heat: each.key }) }, each.label);
     });
     const segments = heat.key === "vision" ? h("select", { "aria-label": "layers", onchange: (event) => set({ segment: event.target.value }) }, members[0].segments.map((name) => h("option", { value: name, selected: name === state.segment }, `${name} layers`))) : null;
     return h("div", { class: "heat-bar" }, h("div", { class: "pills" }, buttons), segments, h("span", { class: "grow" }), this.legend(scale));
@@ -194,6 +195,7 @@ export class Sample {
   showTip(one, token, span) {
     const streams = one.streams;
     const rows = NUMBERS.filter(([key]) => streams[key]).map(([key, name]) => [name, key === "mask" ? (streams.mask[token] ? "yes" : "no") : number(streams[key][token]), state.heat === key]);
+    for (const heat of extraHeats([one])) rows.push([heat.label, number(streams[heat.key][token]), state.heat === heat.key]);
     for (const segment of one.segments) if (streams[`vision_${segment}`]) rows.push([`vision mass, ${segment}`, number(streams[`vision_${segment}`][token]), state.heat === "vision" && segment === state.segment]);
     const name = one.pieces[token] === "" ? "(part of the next character)" : JSON.stringify(one.pieces[token]);
     fill(this.tip, h("header", {}, h("code", {}, name), h("span", { class: "quiet" }, `token ${token + 1} of ${one.pieces.length}, id ${streams.ids?.[token] ?? "–"}`)), h("dl", {}, rows.map(([label, value, strong]) => [h("dt", { class: strong ? "strong" : "" }, label), h("dd", { class: strong ? "strong" : "" }, value)])));
