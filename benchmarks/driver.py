@@ -199,9 +199,9 @@ def make_loop(worker_group: RayWorkerGroup, prompts: int, version: int) -> Loop:
         credit=(),
         loss=Loss(),
         batches=BatchPlan(prompts // 4, max_response_length=LENGTH),
-        validate_every=-1,
+        val_freq=-1,
         validate_first=False,
-        save_every=-1,
+        save_freq=-1,
     )
     actor: Any = DistributedLearner(worker_group, "actor")
     store: Any = None  # nothing is saved here

@@ -71,7 +71,10 @@ class Bench:
     def probe(self, route: str, rollouts: Rollouts, *more: str, estimator: str = "low_var_kl") -> list[torch.Tensor]:
         """Old log-probs, pass by pass; also computes entropy, dependency and the signals in `more`. Makes the views
         here, since they are part of the cost."""
-        needs, forward = Needs("entropy", "dependency", *more), replace(self.routes[route], dependency=estimator)
+        needs, forward = (
+            Needs("entropy", "dependency", *more),
+            replace(self.routes[route], perception_estimator=estimator),
+        )
         rows = self.batching(route).split(rollouts, views=2)
         found = []
         for part in (rollouts.rows(index) for index in rows):

@@ -82,9 +82,9 @@ class Clip:
 class VideoSettings:
     """Number and size of the sampled frames: the video keys of the `dataset:` block."""
 
-    fps: float = 2.0  # frames per second
-    max_frames: int = 64
-    max_pixels: int | None = None  # per frame; None: the family's default
+    video_fps: float = 2.0  # frames per second
+    video_max_frames: int = 64
+    video_max_pixels: int | None = None  # per frame; None: the family's default
 
 
 class PromptEncoder(Protocol):

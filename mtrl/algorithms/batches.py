@@ -19,12 +19,12 @@ from mtrl.utils.seeding import rng_for
 class BatchPlan:
     """How a step is split into optimizer steps, and how its losses are aggregated."""
 
-    prompts_per_update: int  # prompts in one optimizer step
-    passes: int = 1  # passes over the prompts of a step (ppo_epochs)
+    global_batch_size: int  # prompts in one optimizer step
+    ppo_epochs: int = 1  # passes over the prompts of a step
     loss_type: LossType = "dapo"
     loss_token_denominator: Literal["all", "selected"] = "all"
     max_response_length: int = 1  # denominator of dr_grpo
-    mask_truncated: bool = False
+    mask_truncated_responses: bool = False
 
 
 def assemble(plan: BatchPlan, loss: Loss, experience: Experience, key: tuple[int, int]) -> Iterator[TrainBatch]:
@@ -37,9 +37,9 @@ def assemble(plan: BatchPlan, loss: Loss, experience: Experience, key: tuple[int
         correction = mismatch_correction(
             signals.old_logprobs, rollouts.rollout_logprobs, rollouts.mask, loss.tis_clip, loss.tis_level
         )
-    silenced = rollouts.truncated if plan.mask_truncated else torch.zeros(len(rollouts), dtype=torch.bool)
-    for epoch in range(plan.passes):
-        for rows in optimizer_steps(rollouts.group, plan.prompts_per_update, (*key, "minibatches", epoch)):
+    silenced = rollouts.truncated if plan.mask_truncated_responses else torch.zeros(len(rollouts), dtype=torch.bool)
+    for epoch in range(plan.ppo_epochs):
+        for rows in optimizer_steps(rollouts.group, plan.global_batch_size, (*key, "minibatches", epoch)):
             weights = loss_weights(
                 credit.token_weight[rows],
                 credit.keep_mask[rows],

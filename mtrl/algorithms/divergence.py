@@ -31,29 +31,38 @@ def divergence(logp: Tensor, reference: Tensor, penalty: Penalty) -> Tensor:
 class Divergence:
     """The divergence term: which estimator, its coefficient, and whether it is in the reward or in the loss."""
 
-    penalty: Penalty
-    coef: float
-    in_loss: bool = False
-    adaptive: bool = False
-    target: float = 6.0
-    horizon: float = 10_000.0
+    divergence_penalty: Penalty
+    divergence_coef: float
+    use_divergence_loss: bool = False
+    divergence_type: Literal["fixed", "adaptive"] = "fixed"
+    divergence_target: float = 6.0
+    divergence_horizon: float = 10_000.0
+
+    @property
+    def adaptive(self) -> bool:
+        return self.divergence_type == "adaptive"
+
+    @property
+    def in_update(self) -> bool:
+        """Whether an update computes it over the whole vocabulary, and queries the reference itself."""
+        return self.divergence_penalty == "full" and self.use_divergence_loss
 
     @property
     def needs(self) -> Needs:
-        if self.penalty == "full" and self.in_loss and not self.adaptive:
-            return Needs()  # the update queries the reference itself
-        return Needs("old_logprobs", "divergence" if self.penalty == "full" else "ref_logprobs")
+        if self.in_update and not self.adaptive:
+            return Needs()
+        return Needs("old_logprobs", "divergence" if self.divergence_penalty == "full" else "ref_logprobs")
 
     def distance(self, signals: Signals) -> Tensor:
         """[N, T]: divergence of the old policy from the reference."""
         if signals.divergence is not None:
             return signals.divergence
         assert signals.old_logprobs is not None and signals.ref_logprobs is not None
-        return divergence(signals.old_logprobs, signals.ref_logprobs, self.penalty)
+        return divergence(signals.old_logprobs, signals.ref_logprobs, self.divergence_penalty)
 
     def reward_penalty(self, signals: Signals) -> Tensor | None:
         """[N, T]: penalty subtracted from each token's reward; None if the divergence is a loss."""
-        return None if self.in_loss else self.coef * self.distance(signals)
+        return None if self.use_divergence_loss else self.divergence_coef * self.distance(signals)
 
     def mean(self, signals: Signals, mask: Tensor) -> float:
         """Mean over responses of the KL summed over tokens."""
@@ -62,15 +71,16 @@ class Divergence:
     def after_step(self, signals: Signals, mask: Tensor) -> tuple[Divergence, dict[str, float]]:
         """The divergence of the next step, and metrics. If only the update measures the distance, it reports it."""
         if not self.needs:
-            return self, {"actor/kl_coef": self.coef}
+            return self, {"actor/kl_coef": self.divergence_coef}
         kl = self.mean(signals, mask)
-        return self.adapted(kl, len(mask)), {"actor/kl_coef": self.coef, "actor/reference_kl": kl}
+        return self.adapted(kl, len(mask)), {"actor/kl_coef": self.divergence_coef, "actor/reference_kl": kl}
 
     def adapted(self, kl: float, responses: int) -> Divergence:
         """With the coefficient adapted towards the target, if it is adaptive."""
         if not self.adaptive:
             return self
-        return replace(self, coef=adapt_coefficient(self.coef, kl, responses, self.target, self.horizon))
+        coef, target, horizon = self.divergence_coef, self.divergence_target, self.divergence_horizon
+        return replace(self, divergence_coef=adapt_coefficient(coef, kl, responses, target, horizon))
 
 
 def adapt_coefficient(coef: float, kl: float, responses: int, target: float, horizon: float) -> float:

@@ -30,25 +30,27 @@ class GroupFilter:
     [True, False]
     """
 
-    by: FilterBy
-    key: str = OVERALL
-    low: float = 0.01
-    high: float = 0.99
+    filter_by: FilterBy
+    filter_key: str = OVERALL
+    filter_low: float = 0.01
+    filter_high: float = 0.99
 
     def keeps(self, rewards: Rewards, group: Tensor) -> Tensor:
         """[P] bool."""
         values = self.values(rewards)
-        if self.by == "spread":
+        if self.filter_by == "spread":
             return group_std(values, group) > 0
         mean = group_mean(values, group)
-        return (mean > self.low) & (mean < self.high)
+        return (mean > self.filter_low) & (mean < self.filter_high)
 
     def values(self, rewards: Rewards) -> Tensor:
         """[N]: the reward part, NaN where it does not apply."""
-        if self.key == OVERALL:  # even if a function returns a part of that name
+        if self.filter_key == OVERALL:  # even if a function returns a part of that name
             return rewards.total
-        return rewards.parts.get(self.key, torch.full_like(rewards.total, torch.nan))
+        return rewards.parts.get(self.filter_key, torch.full_like(rewards.total, torch.nan))
 
     def describe(self) -> str:
         """The condition that a group must meet, for messages."""
-        return f"a spread of {self.key}" if self.by == "spread" else f"a mean {self.key} in ({self.low}, {self.high})"
+        if self.filter_by == "spread":
+            return f"a spread of {self.filter_key}"
+        return f"a mean {self.filter_key} in ({self.filter_low}, {self.filter_high})"

@@ -108,9 +108,9 @@ class Loss:
 
     def with_divergence(self, rule: Divergence | None) -> Loss:
         """This loss with the divergence as a term, unless it is part of the reward."""
-        if rule is None or not rule.in_loss:
+        if rule is None or not rule.use_divergence_loss:
             return self
-        return replace(self, divergence=rule.penalty, divergence_coef=rule.coef)
+        return replace(self, divergence=rule.divergence_penalty, divergence_coef=rule.divergence_coef)
 
 
 def total_loss(

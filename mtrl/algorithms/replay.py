@@ -26,9 +26,9 @@ Payload = TypeVar("Payload")
 class ReplayRule:
     """How many groups are stored, and which ones."""
 
-    capacity: int
-    var_epsilon: float  # reward standard deviation that a group must exceed
-    min_reward: float  # mean reward that a group must reach
+    replay_buffer_size: int
+    replay_var_epsilon: float  # reward standard deviation that a group must exceed
+    filter_min_reward: float  # mean reward that a group must reach
 
 
 @dataclass(frozen=True)

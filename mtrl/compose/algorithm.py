@@ -10,12 +10,8 @@ from typing import Any, TypeVar
 from mtrl.algorithms.advantages import ESTIMATORS, Estimator
 from mtrl.algorithms.batches import BatchPlan
 from mtrl.algorithms.credit import Rule
-from mtrl.algorithms.credit.attention_weights import AttentionWeights
-from mtrl.algorithms.credit.entropy_filter import EntropyFilter
-from mtrl.algorithms.credit.perception_filter import PerceptionFilter
 from mtrl.algorithms.credit.registry import make_rule
 from mtrl.algorithms.credit.rule import DecodeTokens
-from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.divergence import Divergence
 from mtrl.algorithms.filtering import GroupFilter
 from mtrl.algorithms.losses import POLICY_LOSSES, Loss, PolicyLoss
@@ -28,13 +24,19 @@ from mtrl.models.load_model import DTYPES
 from mtrl.models.perturb import Perturbation
 from mtrl.training.algorithm_spec import NOTHING, AlgorithmSpec
 from mtrl.training.dynamic_sampling import Filtering
-from mtrl.types import VIEWS, Needs, Sampling, Signal
+from mtrl.types import VIEWS, Needs, Sampling, Signal, pick
 from mtrl.utils.plugin_registry import Registry, Spec
 from mtrl.utils.plugins import PluginError
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 
 T = TypeVar("T")
+SWITCHES = {  # credit rules by the keys that switch them on, in their order
+    "enable_perception_filtering": "perception_filter",
+    "enable_entropy_filtering": "entropy_filter",
+    "enable_trajectory_reweighting": "trajectory_scaling",
+    "enable_token_weights": "attention_weights",
+}
 OWN_SIGNALS = Registry[Signal]("signal", (Signal,), {})
 GPU_TOKENS_PER_MICRO_BATCH = 32768  # if they fit; few large passes keep a GPU busy
 GPU_TOKENS_PER_PROBE = 65536  # more than in an update: passes without gradient keep no activations
@@ -85,9 +87,9 @@ def make_algorithm(
             tis_level=optimization.tis_level,
         ),
         batches=make_batch_plan(config),
-        validate_every=config.training.val_freq,
+        val_freq=config.training.val_freq,
         validate_first=config.training.val_before_train and is_new_run,
-        save_every=config.training.save_freq,
+        save_freq=config.training.save_freq,
         seed=config.dataset.seed,
         sync_ref_every=config.worker.ref.sync_every or 0,
         reward_needs=reduce(Needs.__or__, rewards, NOTHING),
@@ -110,17 +112,11 @@ def make_filtering(config: Config) -> Filtering | None:
     optimization = config.optimization
     if not optimization.online_filtering:
         return None
-    rule = GroupFilter(
-        optimization.filter_by, optimization.filter_key, optimization.filter_low, optimization.filter_high
-    )
-    return Filtering(rule, optimization.max_refills, optimization.on_short_batch)
+    return from_keys(Filtering, optimization, rule=from_keys(GroupFilter, optimization))
 
 
 def make_replay_rule(config: Config) -> ReplayRule | None:
-    optimization = config.optimization
-    if optimization.replay_buffer_size == 0:
-        return None
-    return ReplayRule(optimization.replay_buffer_size, optimization.replay_var_epsilon, optimization.filter_min_reward)
+    return from_keys(ReplayRule, config.optimization) if config.optimization.replay_buffer_size else None
 
 
 def add_logprob_needs(needs: Needs, config: Config) -> Needs:
@@ -137,15 +133,7 @@ def add_logprob_needs(needs: Needs, config: Config) -> Needs:
 
 
 def make_batch_plan(config: Config) -> BatchPlan:
-    optimization, actor = config.optimization, config.worker.actor
-    return BatchPlan(
-        prompts_per_update=actor.global_batch_size,
-        passes=actor.ppo_epochs,
-        loss_type=optimization.loss_type,
-        loss_token_denominator=optimization.loss_token_denominator,
-        max_response_length=config.dataset.max_response_length,
-        mask_truncated=optimization.mask_truncated_responses,
-    )
+    return from_keys(BatchPlan, config.optimization, config.worker.actor, config.dataset)
 
 
 def make_estimator(config: Config) -> Estimator:
@@ -153,34 +141,39 @@ def make_estimator(config: Config) -> Estimator:
     return make_named(ESTIMATORS, "optimization.advantage_estimator", optimization.advantage_estimator, optimization)
 
 
-def make_named(registry: Registry[T], key: str, spec: Spec, *offered: Any) -> T:
+def make_named(registry: Registry[T], key: str, spec: Spec, *sections: Any) -> T:
     """The object that a key names; the keys of these sections, or of mappings, are offered as its arguments."""
-    values: dict[str, Any] = {}
-    for section in offered:
-        values |= section if isinstance(section, dict) else {f.name: getattr(section, f.name) for f in fields(section)}
     try:
-        return registry.make(spec, values)
+        return registry.make(spec, read_keys(*sections))
     except PluginError as error:
         raise ConfigError([f"{key}: {error}"]) from error
 
 
+def from_keys(kind: type[T], *sections: Any, **derived: Any) -> T:
+    """The component whose fields are keys of these sections with the same names; `derived` are its other fields."""
+    values = read_keys(*sections, derived)
+    return kind(**{f.name: values[f.name] for f in fields(kind) if f.init})  # type: ignore[arg-type]
+
+
+def read_keys(*sections: Any) -> dict[str, Any]:
+    """The values of all sections or mappings by their last name; later ones win."""
+    values: dict[str, Any] = {}
+    for section in sections:
+        values |= section if isinstance(section, dict) else {f.name: getattr(section, f.name) for f in fields(section)}
+    return values
+
+
 def make_training_sampling(config: Config) -> Sampling:
-    rollout = config.worker.rollout
     return Sampling(
+        **pick(read_keys(config.worker.rollout), ("temperature", "top_p", "top_k", "seed")),
         n=config.rollouts_per_prompt,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
         max_new_tokens=config.max_new_tokens,
-        seed=rollout.seed,
     )
 
 
 def make_validation_sampling(config: Config) -> Sampling:
     rollout = config.worker.rollout
-    return Sampling(
-        n=rollout.val.n, temperature=rollout.val.temperature, max_new_tokens=config.max_new_tokens, seed=rollout.seed
-    )
+    return Sampling(**read_keys(rollout.val), max_new_tokens=config.max_new_tokens, seed=rollout.seed)
 
 
 def attention_interval(config: Config, needed: bool = False) -> int:
@@ -193,31 +186,12 @@ def attention_interval(config: Config, needed: bool = False) -> int:
 
 def make_credit_rules(config: Config) -> tuple[Rule, ...]:
     """The rules of the `enable_` keys in the order of SPEC 2.2, then those of `optimization.credit`."""
-    optimization = config.optimization
-    rules: list[Rule] = []
-    if optimization.enable_perception_filtering:
-        rules.append(PerceptionFilter(optimization.top_p_perception_tokens))
-    if optimization.enable_entropy_filtering:
-        rules.append(EntropyFilter(optimization.top_p_entropy_tokens))
-    if optimization.enable_trajectory_reweighting:
-        rules.append(TrajectoryScaling(optimization.trajectory_scaling_min, optimization.trajectory_scaling_max))
-    if optimization.enable_token_weights:
-        rules.append(make_attention_weights(config))
+    optimization, keys = config.optimization, read_keys(config.optimization)
+    switched = [rule for key, rule in SWITCHES.items() if keys[key]]
     try:
-        return (*rules, *(make_rule(entry) for entry in optimization.credit))
+        return tuple(make_rule(spec, keys) for spec in (*switched, *optimization.credit))
     except PluginError as error:
         raise ConfigError([f"optimization.credit: {error}"]) from error
-
-
-def make_attention_weights(config: Config) -> AttentionWeights:
-    optimization = config.optimization
-    return AttentionWeights(
-        target=optimization.token_weight_target,
-        clip=optimization.token_weight_clip,
-        smooth_sigma=optimization.token_weight_smooth_sigma,
-        top_ratio=optimization.token_weight_top_ratio,
-        attention=optimization.compute_attention_metrics is not False,
-    )
 
 
 def make_signals(config: Config) -> list[Signal]:
@@ -247,14 +221,7 @@ def make_divergence(config: Config) -> Divergence | None:
     optimization = config.optimization
     if optimization.disable_divergence or optimization.divergence_coef == 0:
         return None
-    return Divergence(
-        penalty=optimization.divergence_penalty,
-        coef=optimization.divergence_coef,
-        in_loss=optimization.use_divergence_loss,
-        adaptive=optimization.divergence_type == "adaptive",
-        target=optimization.divergence_target,
-        horizon=optimization.divergence_horizon,
-    )
+    return from_keys(Divergence, optimization)
 
 
 def make_policy_loss(config: Config) -> PolicyLoss:
@@ -264,23 +231,13 @@ def make_policy_loss(config: Config) -> PolicyLoss:
 
 def make_adapter_settings(config: Config) -> AdapterSettings | None:
     """None if all weights are trained."""
-    model, actor = config.worker.actor.model, config.worker.actor
-    if model.peft_type is None:
-        return None
-    return AdapterSettings(
-        rank=model.lora_rank,
-        alpha=model.lora_alpha,
-        targets=model.lora_target_modules,
-        vision_tower=model.lora_vision_tower,
-        dropout=model.lora_dropout,
-        dtype=DTYPES[actor.fsdp.param_dtype],
-        seed=config.dataset.seed,
-    )
+    model, dtype = config.worker.actor.model, DTYPES[config.worker.actor.fsdp.param_dtype]
+    return None if model.peft_type is None else from_keys(AdapterSettings, model, dtype=dtype, seed=config.dataset.seed)
 
 
 def dropout_seed(config: Config) -> int | None:
     adapters = make_adapter_settings(config)
-    return adapters.seed if adapters is not None and adapters.dropout > 0 else None
+    return adapters.seed if adapters is not None and adapters.lora_dropout > 0 else None
 
 
 def make_optimizer_settings(config: Config, steps: int) -> OptimizerSettings:
@@ -292,18 +249,7 @@ def make_schedule(config: Config, optim: OptimConfig, steps: int) -> OptimizerSe
     actor = config.worker.actor  # the critic is trained on the same batches
     updates = steps * actor.ppo_epochs * (config.dataset.rollout_batch_size // actor.global_batch_size)
     warmup = optim.warmup_steps if optim.warmup_ratio is None else round(optim.warmup_ratio * updates)
-    return OptimizerSettings(
-        lr=optim.lr,
-        weight_decay=optim.weight_decay,
-        betas=optim.betas,
-        warmup_steps=warmup,
-        total_steps=updates,
-        schedule=optim.lr_scheduler_type,
-        min_lr_ratio=optim.min_lr_ratio,
-        max_grad_norm=actor.max_grad_norm,
-        rounding=actor.fsdp.param_rounding,
-        eight_bit=optim.name == "adamw_8bit",
-    )
+    return from_keys(OptimizerSettings, actor, actor.fsdp, optim, warmup_steps=warmup, total_steps=updates)
 
 
 def offloads_optimizer(config: Config) -> bool:
@@ -333,14 +279,8 @@ def make_micro_batching(config: Config, rows: int, at_least: int, share_prefix: 
 def make_perturbation(config: Config, patch_size: int) -> Perturbation:
     """The image perturbation. `patch_size` is that of the model, which replaces `auto`."""
     optimization = config.optimization
-    return Perturbation(
-        kind=optimization.perturbation,
-        patch_size=patch_size if optimization.patch_size == "auto" else optimization.patch_size,
-        black_prob=optimization.black_prob,
-        noise_std=optimization.noise_std,
-        blur_radius=optimization.blur_radius,
-        seed=config.dataset.seed,
-    )
+    size = patch_size if optimization.patch_size == "auto" else optimization.patch_size
+    return from_keys(Perturbation, optimization, patch_size=size, seed=config.dataset.seed)
 
 
 def make_reward_schedule(config: Config, functions: int) -> list[tuple[float, tuple[float, ...]]]:

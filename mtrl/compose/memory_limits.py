@@ -42,7 +42,7 @@ def make_limits(config: Config, needs: Needs, on_gpu: bool, share_prefix: bool) 
         update=algorithm.make_update_batching(config, on_gpu, share_prefix),
         probe=algorithm.make_probe_batching(config, on_gpu, share_prefix),
         needs=needs | periodic_attention_needs(config),
-        full_divergence=divergence is not None and divergence.in_loss and divergence.penalty == "full",
+        full_divergence=divergence is not None and divergence.in_update,
     )
 
 

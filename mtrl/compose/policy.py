@@ -36,7 +36,7 @@ from mtrl.rollout.lifecycle import EngineLifecycle
 from mtrl.training.algorithm_spec import AlgorithmSpec
 from mtrl.training.interrupt import say_at_once
 from mtrl.training.resume import check_undamaged
-from mtrl.types import VIEWS
+from mtrl.types import VIEWS, pick
 from mtrl.utils.plugin_registry import Registry
 from mtrl.utils.plugins import PluginError, load_user_object
 from mtrl.workers.actor import LocalActor
@@ -47,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 OWN_ENGINES = Registry[EngineLifecycle]("rollout engine", (EngineLifecycle,), {}, frozen=False)
 
+FORWARD_KEYS = (
+    "temperature", "top_p", "top_k", "attention_last_k_layers", "token_weight_last_k_layers", "perception_estimator",
+)  # fmt: skip
 COMPILING = (
     "the first pass compiles kernels for this GPU, which takes about a minute unless they are cached in {directory}. "
     "worker.actor.use_torch_compile=false avoids it, with slower passes"
@@ -106,7 +109,7 @@ def build_encoder(config: Config) -> TextEncoder:
         tokenizer_path=settings.tokenizer_path,
         min_pixels=data.min_pixels,
         max_pixels=data.max_pixels,
-        video=VideoSettings(data.video_fps, data.video_max_frames, data.video_max_pixels),
+        video=algorithm.from_keys(VideoSettings, data),
         chat_template=data.override_chat_template,
         trust_remote_code=settings.trust_remote_code,
         allow_special_tokens=data.allow_special_tokens,
@@ -156,14 +159,9 @@ def make_forward(config: Config, encoder: TextEncoder, model: Any, ranks: Ranks 
     return Forward(
         backbone,
         encoder,
-        config.worker.rollout.temperature,
         share_prefix=actor.share_prefix and can_share_prefixes(backbone),
         packed=actor.padding_free and actor.use_torch_compile and backbone.can_pack,  # packing needs a compiled kernel
-        last_k=config.optimization.attention_last_k_layers,
-        weight_last_k=config.optimization.token_weight_last_k_layers,
-        dependency=config.optimization.perception_estimator,
-        top_p=config.worker.rollout.top_p,
-        top_k=config.worker.rollout.top_k,
+        **pick(algorithm.read_keys(config.worker.rollout, config.optimization), FORWARD_KEYS),
     )
 
 

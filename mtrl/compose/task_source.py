@@ -34,8 +34,7 @@ PYTHON_ROWS = "rows given in Python"
 
 
 def make_data_settings(config: Config) -> DataSettings:
-    """The settings of `dataset:` that affect how rows are read."""
-    return DataSettings(**{name: getattr(config.dataset, name) for name in DataSettings.__dataclass_fields__})
+    return algorithm.from_keys(DataSettings, config.dataset)
 
 
 def open_data_sources(data: Rows, default_split: str) -> list[DataSource]:

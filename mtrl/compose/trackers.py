@@ -51,7 +51,7 @@ def build_trackers(config: Config, steps: int, encoder: TextEncoder, directory: 
         if spec not in LOGGERS:
             trackers.append(algorithm.make_named(OWN_LOGGERS, "training.logger", spec, offered, training))
     if "console" in names:
-        console = ConsoleSettings(training.val_freq, training.colorize_output, training.log_preview_chars, directory)
+        console = algorithm.from_keys(ConsoleSettings, training, directory=directory)
         earlier, decode = read_validations(directory), encoder.decode_tokens
         trackers.append(Console(steps, console, earlier=earlier, decode=decode, log=separate_log()))
     return trackers

@@ -33,11 +33,11 @@ BASE = "base_model_name_or_path"
 class AdapterSettings:
     """`targets` are suffixes of module names; None: every projection of the layers. Adapters are stored in `dtype`."""
 
-    rank: int = 8
-    alpha: int = 16
-    targets: tuple[str, ...] | None = None
-    vision_tower: bool = False
-    dropout: float = 0.0
+    lora_rank: int = 8
+    lora_alpha: int = 16
+    lora_target_modules: tuple[str, ...] | None = None
+    lora_vision_tower: bool = False
+    lora_dropout: float = 0.0
     dtype: torch.dtype = torch.float32
     seed: int = 0
 
@@ -61,10 +61,10 @@ def add_adapters(model: Any, settings: AdapterSettings) -> None:
 def inject_adapters(model: Any, settings: AdapterSettings, empty: bool = False) -> None:
     """Inject adapters with arbitrary numbers; `empty`: on the meta device."""
     config = import_peft().LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        lora_dropout=settings.dropout,
-        target_modules=find_target_modules(model, settings.targets, settings.vision_tower),
+        r=settings.lora_rank,
+        lora_alpha=settings.lora_alpha,
+        lora_dropout=settings.lora_dropout,
+        target_modules=find_target_modules(model, settings.lora_target_modules, settings.lora_vision_tower),
         task_type="CAUSAL_LM",
     )
     _inject(model, config, settings.dtype, empty)

@@ -53,9 +53,9 @@ class Forward:
     share_prefix: bool = True
     packed: bool = False
     chunk: int = CHUNK_POSITIONS
-    last_k: int | None = None
-    weight_last_k: int | None = None
-    dependency: Literal["low_var_kl", "full_kl"] = "low_var_kl"
+    attention_last_k_layers: int | None = None
+    token_weight_last_k_layers: int | None = None
+    perception_estimator: Literal["low_var_kl", "full_kl"] = "low_var_kl"
     top_p: float = 1.0
     top_k: int = -1
 
@@ -116,7 +116,7 @@ class Forward:
             signals["perturbed_logprobs"] = perturbed.logp
             if clean.entropy is not None and perturbed.entropy is not None:
                 signals["entropy_change"] = perturbed.entropy - clean.entropy
-        if "dependency" in needs and self.dependency == "full_kl":
+        if "dependency" in needs and self.perception_estimator == "full_kl":
             kl = full_kl(hidden[0], hidden[1], self.backbone.output_matrix, **self.distribution())
             signals["dependency"] = self.gather_tokens(kl, rollouts)
         return signals
@@ -280,7 +280,8 @@ class Forward:
         return PatchReader(groups, self._segments()[SEGMENTS.index("all")])
 
     def _segments(self) -> list[range]:
-        return layer_segments(len(self.backbone.language_model.layers), self.last_k, self.weight_last_k)
+        layers = len(self.backbone.language_model.layers)
+        return layer_segments(layers, self.attention_last_k_layers, self.token_weight_last_k_layers)
 
     def _check_attention(self) -> None:
         if not self.backbone.uses_own_attention:

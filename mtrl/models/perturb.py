@@ -23,7 +23,7 @@ MID_GREY = 127
 class Perturbation:
     """An entry of `PERTURBATIONS` and its strength."""
 
-    kind: str = "random_patch_blackening"
+    perturbation: str = "random_patch_blackening"
     patch_size: int = 14  # side of a blackened square, in pixels
     black_prob: float = 0.5
     noise_std: float = 189.0  # on the scale of pixel values, 0 to 255
@@ -31,13 +31,13 @@ class Perturbation:
     seed: int = 1
 
     def __post_init__(self) -> None:
-        if self.kind not in PERTURBATIONS:
-            raise ValueError(f"no perturbation {self.kind!r}; there are {', '.join(sorted(PERTURBATIONS))}")
+        if self.perturbation not in PERTURBATIONS:
+            raise ValueError(f"no perturbation {self.perturbation!r}; there are {', '.join(sorted(PERTURBATIONS))}")
 
     def view(self, prompt: Prompt, step: int) -> tuple[np.ndarray, ...]:
         """The prompt's perturbed media, in the same shapes."""
         random = rng_for("perturb", self.seed, step, prompt.task.id)
-        apply = PERTURBATIONS[self.kind]
+        apply = PERTURBATIONS[self.perturbation]
         return tuple(apply(as_clip(medium), random, self).reshape(medium.shape) for medium in prompt.media)
 
 

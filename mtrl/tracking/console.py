@@ -38,9 +38,9 @@ PROGRESS_METRICS = {
 
 @dataclass(frozen=True)
 class ConsoleSettings:
-    validate_every: int = -1  # steps between two validations; -1: only at the end
-    colours: bool = True  # use colours if the terminal can show them
-    preview_chars: int = 2000  # characters shown of a text in a preview; 0: no previews
+    val_freq: int = -1  # steps between two validations; -1: only at the end
+    colorize_output: bool = True  # use colours if the terminal can show them
+    log_preview_chars: int = 2000  # characters shown of a text in a preview; 0: no previews
     directory: Path | None = None  # the run's directory, for the summary
 
 
@@ -61,8 +61,8 @@ class Console(Tracker):
         self.total, self.settings = total_steps, settings or ConsoleSettings()
         self.stream, self.log = unwrap_stream(stream or sys.stderr), log
         self.live = self.stream.isatty()
-        self.paint = Paint(wants_colour(self.stream, self.settings.colours))
-        self.pace = Pace(total_steps, self.settings.validate_every)
+        self.paint = Paint(wants_colour(self.stream, self.settings.colorize_output))
+        self.pace = Pace(total_steps, self.settings.val_freq)
         self.history = Validations(earlier or {})
         self.decode = decode
         self._begin = time.monotonic()
@@ -90,7 +90,7 @@ class Console(Tracker):
         self.history.begin(step)
         self._write_lines(validation_table(step, values, by, self.history, self.paint))
         self.history.add(step, {name: x for name, x in values.items() if name.startswith("val/")} | flatten_rates(by))
-        if self.settings.preview_chars and samples:
+        if self.settings.log_preview_chars and samples:
             self._write_lines(self._previews(samples))
 
     def rollouts(self, step: int, experience: Experience) -> None:
@@ -107,7 +107,7 @@ class Console(Tracker):
     # ---------------------------------------------------------------------------------------------------------- pieces
 
     def _previews(self, samples: Sequence[ValidationSample]) -> list[str]:
-        limit, lines = self.settings.preview_chars, [self.paint("responses", "bold")]
+        limit, lines = self.settings.log_preview_chars, [self.paint("responses", "bold")]
         for sample in samples:
             lines += validation_preview(sample, limit, self.paint)
         if self._trained is not None and self.decode is not None:

@@ -10,11 +10,11 @@ RECENT_VALIDATIONS = 3
 
 
 class Pace:
-    """The durations of recent steps and validations. A resumed run may start at any step. `validate_every` as in the
+    """The durations of recent steps and validations. A resumed run may start at any step. `val_freq` as in the
     configuration: -1 validates only at the end."""
 
-    def __init__(self, total_steps: int, validate_every: int) -> None:
-        self.total, self.validate_every = total_steps, validate_every
+    def __init__(self, total_steps: int, val_freq: int) -> None:
+        self.total, self.val_freq = total_steps, val_freq
         self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
         self._validations: deque[float] = deque(maxlen=RECENT_VALIDATIONS)
         self._last: float | None = None  # end of the last step or validation
@@ -35,10 +35,10 @@ class Pace:
         return (self.total - step) * mean(self._steps) + self.validations_left(step) * mean(self._validations)
 
     def validations_left(self, step: int) -> int:
-        """Remaining validations including that of `step`: at every multiple of `validate_every` and at the end."""
-        if self.validate_every < 1:
+        """Remaining validations including that of `step`: at every multiple of `val_freq` and at the end."""
+        if self.val_freq < 1:
             return 1
-        return (self.total - 1) // self.validate_every - (step - 1) // self.validate_every + 1
+        return (self.total - 1) // self.val_freq - (step - 1) // self.val_freq + 1
 
 
 def mean(values: deque[float]) -> float:

@@ -30,9 +30,9 @@ class AlgorithmSpec:
     credit: tuple[Rule, ...]
     loss: Loss
     batches: BatchPlan
-    validate_every: int  # steps between validations; -1: only at the end
+    val_freq: int  # steps between validations; -1: only at the end
     validate_first: bool
-    save_every: int  # steps between checkpoints; -1: only at the end
+    save_freq: int  # steps between checkpoints; -1: only at the end
     seed: int = 0  # for the order of minibatches, for replay, and for credit rules that draw random numbers
     sync_ref_every: int = 0  # steps between syncs of the reference with the policy; 0: never
     reward_needs: Needs = NOTHING  # signals that rewards read: such rewards run after the probes

@@ -71,9 +71,9 @@ class Loop:
         for step in range(self.done, spec.total_steps):
             components.tracker.metrics(step + 1, self.step(step))
             last = self.done == spec.total_steps
-            score = self.validate() if last or due(self.done, spec.validate_every) else None
+            score = self.validate() if last or due(self.done, spec.val_freq) else None
             stop = components.stop()
-            if last or stop or due(self.done, spec.save_every) or components.store.is_best(score):
+            if last or stop or due(self.done, spec.save_freq) or components.store.is_best(score):
                 self.save(score)
             if stop:
                 return
@@ -178,7 +178,8 @@ class Loop:
     def state(self) -> dict[str, Any]:
         """What the next step depends on besides the stateful items; everything else is keyed by the step number."""
         state = {"step": self.done, "source": self.components.source.state(), "prompts": asdict(self.prompts)}
-        state |= {"divergence_coef": self.divergence and self.divergence.coef} | ({"ahead": True} if self.ahead else {})
+        state["divergence_coef"] = self.divergence and self.divergence.divergence_coef
+        state |= {"ahead": True} if self.ahead else {}
         return state if self.memory is None else state | {"replay": len(self.memory.buffer.entries)}
 
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
@@ -186,7 +187,7 @@ class Loop:
         self.components.source.restore(state["source"])
         self.prompts = PromptCounts(**state.get("prompts", {}))
         if self.divergence is not None and self.divergence.adaptive and state["divergence_coef"] is not None:
-            self.divergence = replace(self.divergence, coef=state["divergence_coef"])
+            self.divergence = replace(self.divergence, divergence_coef=state["divergence_coef"])
         saved = {name: item for name, item in self.state_items().items() if name not in RUN_STATE or name in state}
         self.components.store.restore(checkpoint, saved)
         self.whole = self.state()

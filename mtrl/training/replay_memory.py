@@ -54,12 +54,12 @@ class ReplayMemory:
 
     def __init__(self, rule: ReplayRule, seed: int) -> None:
         self.rule, self.seed = rule, seed
-        self.buffer: ReplayBuffer[StoredGroup] = ReplayBuffer(rule.capacity)
+        self.buffer: ReplayBuffer[StoredGroup] = ReplayBuffer(rule.replay_buffer_size)
 
     def exchange(self, batch: CollectedBatch, prompts: int, step: int, source: TaskSource) -> CollectedBatch:
         """Replace groups without reward variance, and prompts that a filter left missing, by stored groups."""
         own = batch.experience
-        flat = flat_groups(own.rewards.total, own.rollouts.group, self.rule.var_epsilon).tolist()
+        flat = flat_groups(own.rewards.total, own.rollouts.group, self.rule.replay_var_epsilon).tolist()
         wanted = [*flat, *range(len(own.rollouts.prompts), prompts)]
         drawn = [each.payload for each in self.buffer.draw(len(wanted), rng_for("replay", self.seed, step))]
         metrics = batch.metrics | hit_metrics(len(wanted), [step - group.step for group in drawn])
@@ -75,7 +75,7 @@ class ReplayMemory:
         assert experience.advantage is not None, "the score of a group needs its advantages"
         rollouts, total, rule = experience.rollouts, experience.rewards.total, self.rule
         scores = replay_scores(
-            total, experience.advantage, rollouts.group, rollouts.mask, rule.var_epsilon, rule.min_reward
+            total, experience.advantage, rollouts.group, rollouts.mask, rule.replay_var_epsilon, rule.filter_min_reward
         ).tolist()
         new = [index for index, score in enumerate(scores) if score > 0 and index not in replayed]
         self.buffer = self.buffer.admit(StoredGroup.from_experience(experience, g, step).entry(scores[g]) for g in new)
@@ -90,7 +90,7 @@ class ReplayMemory:
     def restore(self, directory: Path) -> None:
         tensors, rows = read_records(directory, GROUPS)
         entries = tuple(read_entry(row, group_by_folder(tensors[str(number)])) for number, row in enumerate(rows))
-        self.buffer = ReplayBuffer(self.rule.capacity, entries)
+        self.buffer = ReplayBuffer(self.rule.replay_buffer_size, entries)
 
 
 def hit_metrics(wanted: int, ages: Sequence[int]) -> Metrics:

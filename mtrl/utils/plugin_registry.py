@@ -41,6 +41,8 @@ class Registry(Generic[T]):
             raise PluginError(f"{spec}: the name of the {self.what} is missing; write {{name: .., and its arguments}}")
         arguments.pop("name", None)
         kind: Any = self.find(name)
+        new_names = {f.metadata["old_name"]: f.name for f in fields(kind) if "old_name" in f.metadata}
+        arguments = {new_names.get(key, key): value for key, value in arguments.items()}
         parameters = [f.name for f in fields(kind) if f.init]
         if unknown := sorted(arguments.keys() - set(parameters)):
             known = ", ".join(parameters) or "none"

@@ -53,11 +53,11 @@ class OptimizerSettings:
     betas: tuple[float, float] = (0.9, 0.95)
     warmup_steps: int = 10
     total_steps: int = 1  # optimizer steps of the whole run
-    schedule: Literal["constant_with_warmup", "cosine", "linear"] = "constant_with_warmup"
+    lr_scheduler_type: Literal["constant_with_warmup", "cosine", "linear"] = "constant_with_warmup"
     min_lr_ratio: float = 0.0
     max_grad_norm: float = 1.0
-    rounding: Rounding = "none"  # how a bf16 weight takes changes that are too small for it
-    eight_bit: bool = False  # the optimizer state has one byte per number
+    param_rounding: Rounding = "none"  # how a bf16 weight takes changes that are too small for it
+    name: Literal["adamw", "adamw_8bit"] = "adamw"  # adamw_8bit: the optimizer state has one byte per number
 
     def lr_at(self, step: int) -> float:
         """The learning rate of optimizer step 0, 1, ..; the warm-up ends at step `warmup_steps` with the full rate."""
@@ -68,18 +68,18 @@ class OptimizerSettings:
             "constant_with_warmup": 1.0,
             "linear": 1 - progress,
             "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-        }[self.schedule]
+        }[self.lr_scheduler_type]
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * fall)
 
 
 def make_optimizer(parameters: Sequence[Tensor], settings: OptimizerSettings, fused: bool) -> torch.optim.Optimizer:
     """`fused`: one kernel, without temporary copies of the weights."""
     common: Any = {"lr": settings.lr, "betas": settings.betas, "weight_decay": settings.weight_decay}
-    if settings.eight_bit:
+    if settings.name == "adamw_8bit":
         return EightBitAdamW(parameters, **common)
-    if settings.rounding == "none":
+    if settings.param_rounding == "none":
         return torch.optim.AdamW(parameters, **common, fused=fused)
-    return RoundedAdamW(parameters, **common, rounding=settings.rounding)
+    return RoundedAdamW(parameters, **common, rounding=settings.param_rounding)
 
 
 class Learner:

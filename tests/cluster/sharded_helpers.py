@@ -33,8 +33,10 @@ from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.reference import Reference
 
 UPDATES = 5
-SETTINGS = OptimizerSettings(lr=1e-4, warmup_steps=2, total_steps=UPDATES, schedule="cosine", max_grad_norm=0.01)
-LORA = AdapterSettings(rank=4, alpha=8, vision_tower=True, seed=3)
+SETTINGS = OptimizerSettings(
+    lr=1e-4, warmup_steps=2, total_steps=UPDATES, lr_scheduler_type="cosine", max_grad_norm=0.01
+)
+LORA = AdapterSettings(lora_rank=4, lora_alpha=8, lora_vision_tower=True, seed=3)
 CPU = torch.device("cpu")
 # Prompts with one image, none, several, one. Groups are uneven, and the token budget splits the first group.
 MIXED = [0, 0, 0, 0, 1, 1, 2, 2, 3, 3], [6, 2, 9, 5, 4, 1, 7, 3, 5, 5]
@@ -127,7 +129,9 @@ def actor_batch(kind, rollouts, signals, seed):
     if kind == "tprl":
         zeros = torch.zeros(len(rollouts))
         rewards = Rewards(zeros, {}, zeros.bool())
-        credit = assign([AttentionWeights(target="mask")], Experience(rollouts, rewards, signals, advantage), (0, 0))
+        credit = assign(
+            [AttentionWeights(token_weight_target="mask")], Experience(rollouts, rewards, signals, advantage), (0, 0)
+        )
         assert credit.weights.std() > 0.01
         advantage, weights = credit.advantage, loss_weights(credit.token_weight, credit.keep_mask, "dapo", 16)
     correction = mismatch_correction(old, rollouts.rollout_logprobs, mask, CLIP, "token") if kind == "engine" else None

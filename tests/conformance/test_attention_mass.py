@@ -91,7 +91,7 @@ def close(actual, expected, atol=1e-5):
 @pytest.mark.parametrize("last_k", [None, 1])
 def test_masses_equal_those_of_eager_matrices(family, route, last_k):
     rollouts = rollouts_for(family)
-    forward = Forward(shared_backbone(family), get_encoder(family), last_k=last_k, **route)
+    forward = Forward(shared_backbone(family), get_encoder(family), attention_last_k_layers=last_k, **route)
     signals = forward.signals(rollouts, Needs("old_logprobs", "attention_mass"))
     assert signals.attention_mass.shape == (len(GROUP), max(LENGTHS), len(SEGMENTS), 2)
     for row, length in enumerate(LENGTHS):
@@ -182,7 +182,7 @@ def test_other_attention_is_an_error_that_names_it(family):
 def test_maps_of_whole_responses_equal_those_of_eager_matrices(family, route, last_k):
     """Every token's attention on every image token, of several images too; a token's sum is its vision mass."""
     rollouts = rollouts_for(family)
-    forward = Forward(shared_backbone(family), get_encoder(family), last_k=last_k, **route)
+    forward = Forward(shared_backbone(family), get_encoder(family), attention_last_k_layers=last_k, **route)
     signals = forward.signals(rollouts, Needs("attention_maps", "attention_mass"))
     assert signals.old_logprobs is None, "the vocabulary is left alone"
     for row, length in enumerate(LENGTHS):

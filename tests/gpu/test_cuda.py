@@ -65,7 +65,7 @@ def test_signals_equal_the_cpu(rollouts, route):
     views = [perturbation.view(prompt, step=0) for prompt in rollouts.prompts]
     needs = Needs("entropy", "entropy_change", "dependency", "attention_mass", "attention_maps")
     routes = forward_on("cpu"), forward_on("cuda", **ROUTES[route])
-    here, there = (replace(each, dependency="full_kl").signals(rollouts, needs, views) for each in routes)
+    here, there = (replace(each, perception_estimator="full_kl").signals(rollouts, needs, views) for each in routes)
     for name in (
         "old_logprobs",
         "perturbed_logprobs",

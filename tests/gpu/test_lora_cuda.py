@@ -37,7 +37,7 @@ def rollouts(encoder):
 
 def adapted(encoder, compiled=False, checkpointing=False, vision_tower=False, dtype="bf16"):
     model = load_model(MODEL_DIRECTORY, dtype=dtype, device="cuda")
-    add_adapters(model, AdapterSettings(rank=8, alpha=16, vision_tower=vision_tower))
+    add_adapters(model, AdapterSettings(lora_rank=8, lora_alpha=16, lora_vision_tower=vision_tower))
     draw(model, 0)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

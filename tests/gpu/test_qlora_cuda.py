@@ -43,7 +43,7 @@ def test_log_probs_equal_those_of_a_cpu(compiled):
     def logp(device, **options):
         model = load_model(checkpoint("qwen2_5_vl"))
         quantize_base(model, device)
-        add_adapters(model, AdapterSettings(rank=4))
+        add_adapters(model, AdapterSettings(lora_rank=4))
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in adapter_parameters(model).values():

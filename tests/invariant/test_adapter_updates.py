@@ -30,7 +30,7 @@ LAYOUTS = {
 
 def make_actor(family, batching=ALL_AT_ONCE, packed=False, checkpointing=False, seed=None, **settings):
     model = fresh_backbone(family).model
-    add_adapters(model, AdapterSettings(rank=4, alpha=8, **settings))
+    add_adapters(model, AdapterSettings(lora_rank=4, lora_alpha=8, **settings))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in adapter_parameters(model).values():  # with B at zero A would have no gradient

@@ -37,7 +37,7 @@ def make_actor(parks, adapters=False):
     model = fresh_backbone(FAMILY).model
     if adapters:
         pytest.importorskip("peft")
-        add_adapters(model, AdapterSettings(rank=4))
+        add_adapters(model, AdapterSettings(lora_rank=4))
     forward = Forward(Backbone(model), get_encoder(FAMILY), share_prefix=True)
     return LocalActor(
         forward,
@@ -136,7 +136,7 @@ def make_learner(weights, rounding, parks):
     model.device = torch.device("cpu")
     for place, weight in enumerate(weights):
         model.register_parameter(str(place), torch.nn.Parameter(weight.clone()))
-    settings = OptimizerSettings(lr=1e-2, rounding=rounding)
+    settings = OptimizerSettings(lr=1e-2, param_rounding=rounding)
     return Learner(model, settings, MicroBatching(), name="", advice="", offload=parks)
 
 

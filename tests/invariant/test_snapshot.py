@@ -32,7 +32,7 @@ def make_actor(family):
     """An actor whose next update depends on learning rate, optimizer state and step numbers."""
     return LocalActor(
         Forward(fresh_backbone(family), get_encoder(family)),
-        OptimizerSettings(lr=1e-3, warmup_steps=2, total_steps=6, schedule="cosine"),
+        OptimizerSettings(lr=1e-3, warmup_steps=2, total_steps=6, lr_scheduler_type="cosine"),
         perturbation=Perturbation(seed=3),
         update_batching=MicroBatching(rows=4),
         probe_batching=MicroBatching(rows=4),

@@ -57,7 +57,8 @@ def make_actor(family, batching=ALL_AT_ONCE, forward=None, reference=None, depen
     settings = {"lr": LR, "warmup_steps": 0, "total_steps": 10, "max_grad_norm": CLIP} | optimization
     share = batching.share_prefix
     return LocalActor(
-        forward or Forward(fresh_backbone(family), get_encoder(family), share_prefix=share, dependency=dependency),
+        forward
+        or Forward(fresh_backbone(family), get_encoder(family), share_prefix=share, perception_estimator=dependency),
         OptimizerSettings(**settings),
         perturbation=Perturbation(seed=3),
         update_batching=batching,
@@ -87,7 +88,12 @@ def plain_batch(family):
 def full_batch(family, loss_type="grpo"):
     """A batch with everything: filters, trajectory scale, token weights in the mask, correction, reference."""
     rollouts, signals = rollouts_for(family), signals_for(family)
-    rules = (PerceptionFilter(0.4), EntropyFilter(0.2), TrajectoryScaling(0.8, 2.0), AttentionWeights(target="mask"))
+    rules = (
+        PerceptionFilter(0.4),
+        EntropyFilter(0.2),
+        TrajectoryScaling(0.8, 2.0),
+        AttentionWeights(token_weight_target="mask"),
+    )
     advantage = noise(rollouts.mask[:, :1], 1).expand(rollouts.mask.shape)
     token_weights = noise(rollouts.mask, 4).exp().clamp(0.2, 3.0)
     nothing = torch.zeros(len(rollouts))

@@ -285,7 +285,9 @@ def test_dependency_is_nowhere_without_a_perturbation(backbone, encoder, sampled
     views = [prompt.media for prompt in rollouts.prompts]
     for estimator in ("low_var_kl", "full_kl"):
         dependency = (
-            Forward(backbone, encoder, dependency=estimator).signals(rollouts, Needs("dependency"), views).dependency
+            Forward(backbone, encoder, perception_estimator=estimator)
+            .signals(rollouts, Needs("dependency"), views)
+            .dependency
         )
         assert (dependency == 0).all()
 

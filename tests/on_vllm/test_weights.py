@@ -89,7 +89,7 @@ def test_adapters_arrive_merged(mode):
     pytest.importorskip("peft")
     family = "qwen2_5_vl"
     model = load_model(checkpoint(family))
-    add_adapters(model, AdapterSettings(vision_tower=True))
+    add_adapters(model, AdapterSettings(lora_vision_tower=True))
     engine = engine_on(HOSTS[mode](family), family, may_change=True)
     forward = Forward(Backbone(model), get_encoder(family))
     for version in (1, 2):

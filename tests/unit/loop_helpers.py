@@ -211,11 +211,11 @@ def spec(**changes):
         "credit": (),
         "divergence": None,
         "loss": Loss(),
-        "validate_every": -1,
+        "val_freq": -1,
         "validate_first": False,
-        "save_every": -1,
+        "save_freq": -1,
     }
-    plan = {"prompts_per_update": PROMPTS, "max_response_length": 8}
+    plan = {"global_batch_size": PROMPTS, "max_response_length": 8}
     plan |= {f.name: changes.pop(f.name) for f in fields(BatchPlan) if f.name in changes}
     return AlgorithmSpec(**settings | {"batches": BatchPlan(**plan)} | changes)
 

@@ -87,8 +87,8 @@ def steps(draw, min_rows=1, empty_rows=True):
 
 Rules = tuple[Rule, ...]
 SWITCHES: Rules = (PerceptionFilter(0.4), EntropyFilter(0.2), TrajectoryScaling())
-ALL_RULES: Rules = (*SWITCHES, AttentionWeights(smooth_sigma=1.0))
-MASK_RULES: Rules = (*SWITCHES, AttentionWeights(target="mask"))
+ALL_RULES: Rules = (*SWITCHES, AttentionWeights(token_weight_smooth_sigma=1.0))
+MASK_RULES: Rules = (*SWITCHES, AttentionWeights(token_weight_target="mask"))
 RULES = st.sampled_from([(), (PerceptionFilter(0.4),), ALL_RULES, MASK_RULES])
 LOSSES = st.sampled_from(
     [

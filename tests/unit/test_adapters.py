@@ -36,7 +36,7 @@ ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 def adapted(family=FAMILY, dtype=torch.float32, trained=True, **settings):
     """A backbone with adapters; `trained`: with adapters that change the model's output."""
     model = fresh_backbone(family).model.to(dtype)
-    add_adapters(model, AdapterSettings(rank=4, alpha=6, **settings))
+    add_adapters(model, AdapterSettings(lora_rank=4, lora_alpha=6, **settings))
     if trained:
         stir(model)
     return Backbone(model, dtype)
@@ -234,7 +234,7 @@ def test_other_adapters_are_an_error(saved):
         ({"alpha": 16}, "rank 4 and alpha 6"),
     ):
         model = fresh_backbone(FAMILY).model
-        add_adapters(model, replace(AdapterSettings(rank=4, alpha=6), **settings))
+        add_adapters(model, replace(AdapterSettings(lora_rank=4, lora_alpha=6), **settings))
         with pytest.raises(ValueError, match=f"holds another model than this run's: its adapters .*{message}"):
             load_weights(model, directory)
     with pytest.raises(ValueError, match="another model than this run's: it holds adapters"):

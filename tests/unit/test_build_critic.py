@@ -113,9 +113,9 @@ def test_its_optimizer_and_schedule_are_its_own():
     )
     ours = algorithm.make_schedule(config, config.worker.critic.optim, 10)
     assert (ours.lr, ours.weight_decay, ours.betas, ours.min_lr_ratio) == (3e-4, 0.5, (0.5, 0.75), 0.125)
-    assert (ours.warmup_steps, ours.total_steps, ours.schedule, ours.max_grad_norm) == (2, 10, "linear", 2.0)
+    assert (ours.warmup_steps, ours.total_steps, ours.lr_scheduler_type, ours.max_grad_norm) == (2, 10, "linear", 2.0)
     theirs = algorithm.make_optimizer_settings(config, 10)
-    assert (theirs.lr, theirs.warmup_steps, theirs.schedule) == (1e-6, 10, "constant_with_warmup")
+    assert (theirs.lr, theirs.warmup_steps, theirs.lr_scheduler_type) == (1e-6, 10, "constant_with_warmup")
     default = packaged_config()
     assert algorithm.make_schedule(default, default.worker.critic.optim, 10).lr == 1e-5
 

@@ -55,7 +55,7 @@ VALUES = {
     "perf/seconds_step": 10.0,
     "actor/grad_norm": 1.0,
 }
-QUIET = ConsoleSettings(colours=False, preview_chars=0)
+QUIET = ConsoleSettings(colorize_output=False, log_preview_chars=0)
 
 
 def etas(text):
@@ -89,7 +89,7 @@ def test_hours_and_missing_numbers(time):
 def test_the_time_left_counts_the_validations_to_come(time):
     """Six steps of 10 s, a validation of 30 s after steps 2, 4 and 6."""
     stream = io.StringIO()
-    shown = Console(6, ConsoleSettings(validate_every=2, preview_chars=0), stream=stream)
+    shown = Console(6, ConsoleSettings(val_freq=2, log_preview_chars=0), stream=stream)
     validated = {"val/reward_score": 0.0, "perf/seconds_validation": 30.0}
     time.now += 35
     shown.validation(0, validated, {})
@@ -256,7 +256,7 @@ def test_colours_only_where_they_are_wanted(time, monkeypatch):
 
 def test_a_rise_is_green_and_a_fall_red(time):
     stream = Terminal()
-    shown = Console(4, ConsoleSettings(preview_chars=0), stream=stream)
+    shown = Console(4, ConsoleSettings(log_preview_chars=0), stream=stream)
     for step, score in enumerate((1.0, 2.0, 1.5)):
         shown.validation(step, {"val/reward_score": score}, {})
     assert "\x1b[32m  +1.000\x1b[0m" in stream.getvalue() and "\x1b[31m  -0.500\x1b[0m" in stream.getvalue()
@@ -346,7 +346,7 @@ def test_tokens_that_learn_are_marked():
 def test_previews_come_with_a_validation(time):
     sample = ValidationSample("t:1", "Which?", "x" * 50, "B", 0.5)
     stream = io.StringIO()
-    shown = Console(4, ConsoleSettings(preview_chars=10), decode=decode, stream=stream)
+    shown = Console(4, ConsoleSettings(log_preview_chars=10), decode=decode, stream=stream)
     one = torch.ones(1, 1)
     shown.rollouts(1, fake_experience(fake_rollouts([1]), credit=Credit(one, one > 0, one, one[0])))
     shown.validation(1, {"val/reward_score": 0.5}, {}, [sample])
@@ -374,7 +374,7 @@ def test_text_of_the_data_cannot_move_the_cursor(time, tmp_path):
 
 def test_the_log_of_a_terminal_has_plain_lines(time):
     stream, log = SanitizedStream(Terminal()), io.StringIO()
-    shown = Console(4, ConsoleSettings(preview_chars=0), stream=stream, log=log)
+    shown = Console(4, ConsoleSettings(log_preview_chars=0), stream=stream, log=log)
     for step in (1, 2):
         shown.metrics(step, VALUES)
     shown.validation(2, {"val/reward_score": 1.0}, {})
@@ -387,7 +387,7 @@ def test_the_log_of_a_terminal_has_plain_lines(time):
 # ------------------------------------------------------------------------------------------------------------- summary
 def test_the_summary(time, tmp_path):
     stream = io.StringIO()
-    shown = Console(12, ConsoleSettings(preview_chars=0, directory=tmp_path), stream=stream)
+    shown = Console(12, ConsoleSettings(log_preview_chars=0, directory=tmp_path), stream=stream)
     for step, score in ((10, 0.5), (11, 0.75), (12, 0.625)):  # a run that went on at step 9
         time.now += 40
         shown.metrics(step, VALUES)

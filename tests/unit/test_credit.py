@@ -128,7 +128,7 @@ def test_scale_by_hand():
     # w = 0.8, 0.8 + 0.48/4 = 0.92, 1.28; their mean is 3/3 = 1.
     close(apply_scaling([0, 1, 4]), [0.8, 0.92, 1.28])
     # The same from 0.9: beta_max = 0.9 + 0.1 * 12/5 = 1.14, w = 0.9, 0.96, 1.14.
-    close(apply_scaling([0, 1, 4], TrajectoryScaling(low=0.9)), [0.9, 0.96, 1.14])
+    close(apply_scaling([0, 1, 4], TrajectoryScaling(trajectory_scaling_min=0.9)), [0.9, 0.96, 1.14])
     # u does not change with a shift or a factor of s.
     close(apply_scaling([2, 2.5, 4]), [0.8, 0.92, 1.28])
     assert apply_scaling([0, 1, 4]).dtype == torch.float32
@@ -145,7 +145,7 @@ def test_the_cap_binds():
     # u = 0 nine times and 1: mean 1/10, beta_max = 0.8 + 0.2 * 10 = 2.8, capped at 2. w = 0.8 (x 9) and 2: mean 0.92.
     scores = [0] * 9 + [1]
     close(apply_scaling(scores), [0.8] * 9 + [2.0])
-    close(apply_scaling(scores, TrajectoryScaling(high=1.5)), [0.8] * 9 + [1.5])
+    close(apply_scaling(scores, TrajectoryScaling(trajectory_scaling_max=1.5)), [0.8] * 9 + [1.5])
 
 
 def test_the_cap_moves_everyone_in_between():
@@ -155,8 +155,8 @@ def test_the_cap_moves_everyone_in_between():
 
 def test_no_cap():
     # As above, uncapped: 2.8, and the mean is (9 * 0.8 + 2.8)/10 = 1. One of 2048 gets 0.8 + 0.2 * 2048 = 410.4.
-    close(apply_scaling([0] * 9 + [1], TrajectoryScaling(high=None)), [0.8] * 9 + [2.8])
-    close(apply_scaling([0] * 2047 + [1], TrajectoryScaling(high=None))[-1], 410.4)
+    close(apply_scaling([0] * 9 + [1], TrajectoryScaling(trajectory_scaling_max=None)), [0.8] * 9 + [2.8])
+    close(apply_scaling([0] * 2047 + [1], TrajectoryScaling(trajectory_scaling_max=None))[-1], 410.4)
 
 
 def test_a_flat_range_scales_nothing():
@@ -214,7 +214,7 @@ def test_each_response_has_its_own_mean_and_its_padding_is_one():
 
 
 def test_weights_are_clipped_after_the_mean():
-    close(apply_weights([[0.2, 0.4, 0.6]], AttentionWeights(clip=(0.8, 1.2))), [[0.8, 1.0, 1.2]])
+    close(apply_weights([[0.2, 0.4, 0.6]], AttentionWeights(token_weight_clip=(0.8, 1.2))), [[0.8, 1.0, 1.2]])
     # Default (0.2, 3): ratios 0.05 (x 7) and 9.65 have mean 10/8 = 1.25: 0.04 -> 0.2 and 7.72 -> 3.
     close(apply_weights([[0.01] * 7 + [1.93]]), [[0.2] * 7 + [3.0]])
 
@@ -222,17 +222,20 @@ def test_weights_are_clipped_after_the_mean():
 def test_tokens_outside_the_top_ratio_get_one():
     # Ratios 1 .. 5, mean 3: v = 1/3 .. 5/3. r = 0.4 keeps ceil(2) = 2 of them.
     vision = [[0.2, 0.4, 0.6, 0.8, 1.0]]
-    close(apply_weights(vision, AttentionWeights(top_ratio=0.4)), [[1, 1, 1, 4 / 3, 5 / 3]])
+    close(apply_weights(vision, AttentionWeights(token_weight_top_ratio=0.4)), [[1, 1, 1, 4 / 3, 5 / 3]])
     # r = 0.2 keeps the last. The clip must not make a tie of it with its neighbour.
-    close(apply_weights(vision, AttentionWeights(top_ratio=0.2, clip=(0.2, 1.2))), [[1, 1, 1, 1, 1.2]])
+    close(
+        apply_weights(vision, AttentionWeights(token_weight_top_ratio=0.2, token_weight_clip=(0.2, 1.2))),
+        [[1, 1, 1, 1, 1.2]],
+    )
     # r = 1 keeps all.
-    close(apply_weights(vision, AttentionWeights(top_ratio=1.0)), [[1 / 3, 2 / 3, 1, 4 / 3, 5 / 3]])
+    close(apply_weights(vision, AttentionWeights(token_weight_top_ratio=1.0)), [[1 / 3, 2 / 3, 1, 4 / 3, 5 / 3]])
 
 
 def test_the_top_ratio_counts_valid_tokens():
     # Two valid tokens of five: ratios 1, 3, mean 2; r = 0.5 keeps one of two.
     close(
-        apply_weights([[0.2, 0.6, 9, 9, 9]], AttentionWeights(top_ratio=0.5), mask=make_mask(2, width=5)),
+        apply_weights([[0.2, 0.6, 9, 9, 9]], AttentionWeights(token_weight_top_ratio=0.5), mask=make_mask(2, width=5)),
         [[1, 1.5, 1, 1, 1]],
     )
 
@@ -279,7 +282,7 @@ def test_smoothing_keeps_constants_single_tokens_and_sigma_zero():
 def test_weights_are_smoothed_before_their_mean_within_the_valid_tokens():
     # Ratios 1 0 (floored) in a response of two tokens: smoothed 801/1090 and 289/1090, mean 1/2: v = 801/545, 289/545.
     # Smoothing across the padding (99) would show.
-    rule = AttentionWeights(smooth_sigma=HALVING_SIGMA)
+    rule = AttentionWeights(token_weight_smooth_sigma=HALVING_SIGMA)
     close(apply_weights([[0.2, 0.0, 99]], rule, mask=make_mask(2, width=3)), [[801 / 545, 289 / 545, 1]], rtol=1e-5)
 
 
@@ -370,7 +373,7 @@ def test_credit_multiplies_scale_and_token_weights_for_both_signs():
 
 
 def test_the_mask_target_moves_the_weights_from_the_advantage_to_the_measure():
-    credit = credit_by(TrajectoryScaling(), AttentionWeights(target="mask"))
+    credit = credit_by(TrajectoryScaling(), AttentionWeights(token_weight_target="mask"))
     close(credit.advantage, padded([[1.6] * 4, [-1.2] * 2, [3] * 3]))
     close(credit.token_weight, padded([[1, 2, 0.5, 0.5], [0.5, 1.5], [1, 1, 1]]))
     same(credit.keep_mask, MASK)
@@ -396,4 +399,4 @@ def test_each_rule_declares_the_signals_it_reads():
     assert EntropyFilter().needs == Needs("entropy")
     assert EntropyChange().needs == Needs("entropy_change")
     assert AttentionWeights().needs == Needs("attention_mass")
-    assert AttentionWeights(attention=False).needs == Needs(), "a reward function brings the weights"
+    assert AttentionWeights(compute_attention_metrics=False).needs == Needs(), "a reward function brings the weights"

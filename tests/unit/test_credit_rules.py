@@ -302,9 +302,9 @@ def test_a_rule_whose_signal_is_missing_reports_nothing():
 
 def test_the_defaults_of_the_rules():
     """Those of the configuration keys."""
-    assert PerceptionFilter() == PerceptionFilter(top_p=0.2)
-    assert EntropyFilter() == EntropyFilter(top_p=0.2)
-    assert TrajectoryScaling() == TrajectoryScaling(low=0.8, high=2.0)
+    assert PerceptionFilter() == PerceptionFilter(top_p_perception_tokens=0.2)
+    assert EntropyFilter() == EntropyFilter(top_p_entropy_tokens=0.2)
+    assert TrajectoryScaling() == TrajectoryScaling(trajectory_scaling_min=0.8, trajectory_scaling_max=2.0)
     assert AttentionWeights() == AttentionWeights("advantage", (0.2, 3.0), 0.0, None, True)
     assert EntropyChange() == EntropyChange(strength=1.0, clip=(0.2, 3.0))
 
@@ -313,6 +313,6 @@ def test_the_defaults_of_the_rules():
 def test_a_mean_below_one_by_rounding_is_not_a_cap(below, capped):
     # w = 0.8 and the cap; their mean is 1 - below.
     signals = Signals(dependency=torch.tensor([[0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]))
-    metrics = compute_metrics(TrajectoryScaling(high=1.2 - 2 * below), signals=signals)
+    metrics = compute_metrics(TrajectoryScaling(trajectory_scaling_max=1.2 - 2 * below), signals=signals)
     assert metrics["actor/scaling_capped"] == capped
     assert metrics["actor/scaling_factor_mean"] == pytest.approx(1 - below, abs=1e-7)

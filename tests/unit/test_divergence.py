@@ -94,9 +94,11 @@ def test_the_full_distance_comes_from_the_probe():
 
 
 def test_the_full_distance_as_a_loss_is_computed_in_the_update():
-    assert not Divergence("full", 0.5, in_loss=True).needs
-    assert Divergence("full", 0.5, in_loss=True, adaptive=True).needs == Needs("old_logprobs", "divergence")
-    assert Loss().with_divergence(Divergence("full", 0.5, in_loss=True)).full_divergence
+    assert not Divergence("full", 0.5, use_divergence_loss=True).needs
+    assert Divergence("full", 0.5, use_divergence_loss=True, divergence_type="adaptive").needs == Needs(
+        "old_logprobs", "divergence"
+    )
+    assert Loss().with_divergence(Divergence("full", 0.5, use_divergence_loss=True)).full_divergence
     assert not Loss().with_divergence(Divergence("full", 0.5)).full_divergence
     assert not Loss(divergence="full").full_divergence, "a coefficient of 0 takes the term out"
 
@@ -104,10 +106,10 @@ def test_the_full_distance_as_a_loss_is_computed_in_the_update():
 def test_in_the_reward_or_as_a_loss():
     charge = Divergence("kl", 0.5).reward_penalty(SIGNALS)
     close(charge[MASK], [0.25, -0.5, 1])
-    assert Divergence("kl", 0.5, in_loss=True).reward_penalty(SIGNALS) is None
+    assert Divergence("kl", 0.5, use_divergence_loss=True).reward_penalty(SIGNALS) is None
     loss = Loss(entropy_penalty_coef=0.25)
     assert loss.with_divergence(Divergence("mse", 0.5)) == loss.with_divergence(None) == loss
-    assert loss.with_divergence(Divergence("mse", 0.5, in_loss=True)) == replace(
+    assert loss.with_divergence(Divergence("mse", 0.5, use_divergence_loss=True)) == replace(
         loss, divergence="mse", divergence_coef=0.5
     )
 
@@ -120,5 +122,12 @@ def test_the_mean_is_over_responses_of_the_sum_over_tokens():
 def test_the_coefficient_of_the_next_step():
     fixed = Divergence("kl", 2.0)
     assert fixed.adapted(99.0, 512) is fixed
-    adaptive = Divergence("kl", 2.0, in_loss=True, adaptive=True, target=1.0, horizon=1024.0)
-    assert adaptive.adapted(99.0, 512) == replace(adaptive, coef=pytest.approx(2.2))
+    adaptive = Divergence(
+        "kl",
+        2.0,
+        use_divergence_loss=True,
+        divergence_type="adaptive",
+        divergence_target=1.0,
+        divergence_horizon=1024.0,
+    )
+    assert adaptive.adapted(99.0, 512) == replace(adaptive, divergence_coef=pytest.approx(2.2))

@@ -39,7 +39,7 @@ def learn(learner, steps):
 
 def test_it_goes_where_float32_goes():
     begin = learn(make_learner(), [])
-    ours, theirs = (learn(make_learner(eight_bit=bits), range(60)) for bits in (True, False))
+    ours, theirs = (learn(make_learner(name=name), range(60)) for name in ("adamw_8bit", "adamw"))
     for start, here, there in zip(begin, ours, theirs, strict=True):
         way = there - start
         assert (here - there).norm() < 0.05 * way.norm() and way.norm() > 1e-2 * start.numel() ** 0.5
@@ -47,7 +47,7 @@ def test_it_goes_where_float32_goes():
 
 
 def test_a_byte_a_number():
-    learner = make_learner(eight_bit=True)
+    learner = make_learner(name="adamw_8bit")
     learn(learner, range(1))
     state = read_optimizer_state(learner.optimizer, learner.names)
     numbers = 64 * 96 + 40 * 256
@@ -59,8 +59,8 @@ def test_a_byte_a_number():
 def test_it_resumes_bitwise(tmp_path):
     from safetensors.torch import save_file
 
-    whole = learn(make_learner(eight_bit=True), range(6))
-    half, other = make_learner(eight_bit=True), make_learner(eight_bit=True)
+    whole = learn(make_learner(name="adamw_8bit"), range(6))
+    half, other = make_learner(name="adamw_8bit"), make_learner(name="adamw_8bit")
     weights = learn(half, range(3))
     (tmp_path / "trainer").mkdir()
     save_file(read_optimizer_state(half.optimizer, half.names), tmp_path / "trainer/optimizer.safetensors")
@@ -73,9 +73,9 @@ def test_it_resumes_bitwise(tmp_path):
 
 def test_offloaded_to_cpu_memory_between_its_steps(monkeypatch):
     monkeypatch.setattr(offload, "PIECE", 30_000)
-    parked = make_learner(parks=True, eight_bit=True)
+    parked = make_learner(parks=True, name="adamw_8bit")
     assert len(parked.pieces) == 3 and isinstance(parked.pieces[0][1], OffloadedTensors)
-    assert all(map(torch.equal, learn(parked, range(4)), learn(make_learner(eight_bit=True), range(4))))
+    assert all(map(torch.equal, learn(parked, range(4)), learn(make_learner(name="adamw_8bit"), range(4))))
     places = [each.data_ptr() for each in parked._large_states(parked.parameters)]
     learn(parked, range(4, 5))
     assert [each.data_ptr() for each in parked._large_states(parked.parameters)] == places and len(places) == 10

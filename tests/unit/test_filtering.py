@@ -28,8 +28,14 @@ def test_by_the_mean():
     # Means 0, 1, 1/2, 1/4, 3/4. The bounds themselves are outside.
     rewards = reward_description([0.0, 0, 1, 1, 0, 1, 0.25, 0.25, 0.75, 0.75])
     assert GroupFilter("mean").keeps(rewards, GROUP).tolist() == [False, False, True, True, True]
-    assert GroupFilter("mean", low=0.25, high=0.75).keeps(rewards, GROUP).tolist() == [False, False, True, False, False]
-    assert GroupFilter("mean", low=-1.0, high=2.0).keeps(rewards, GROUP).all()
+    assert GroupFilter("mean", filter_low=0.25, filter_high=0.75).keeps(rewards, GROUP).tolist() == [
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert GroupFilter("mean", filter_low=-1.0, filter_high=2.0).keeps(rewards, GROUP).all()
 
 
 def test_by_the_spread():
@@ -58,9 +64,9 @@ def test_missing_values_are_left_out_and_a_group_without_values_is_dropped():
     # Group 0: a mean of 1/2 and one value, so no spread. Group 1: nothing to judge by. Group 2: 0 and 1.
     rewards = reward_description([0.0] * 6, x=[0.5, NAN, NAN, NAN, 0.0, 1.0])
     group = torch.tensor([0, 0, 1, 1, 2, 2])
-    assert GroupFilter("mean", key="x").keeps(rewards, group).tolist() == [True, False, True]
+    assert GroupFilter("mean", filter_key="x").keeps(rewards, group).tolist() == [True, False, True]
     assert GroupFilter("spread", "x").keeps(rewards, group).tolist() == [False, False, True]
-    assert GroupFilter("mean", key="y").keeps(rewards, group).tolist() == [False, False, False]
+    assert GroupFilter("mean", filter_key="y").keeps(rewards, group).tolist() == [False, False, False]
 
 
 # -------------------------------------------------------------------------------------------------------------- refills
@@ -151,7 +157,7 @@ def test_a_short_batch_continues_or_stops():
 def test_an_empty_batch_is_reported():
     with pytest.raises(RunError, match="none of 15 prompts has a spread of overall"):
         sample_until_full(Source().ask, 3, filtering())
-    misnamed = Filtering(GroupFilter("mean", key="acuracy"), max_refills=0)
+    misnamed = Filtering(GroupFilter("mean", filter_key="acuracy"), max_refills=0)
     with pytest.raises(RunError, match=r"a mean acuracy in \(0.01, 0.99\) \(the rewards have overall, accuracy\)"):
         sample_until_full(Source(0).ask, 3, misnamed)
 

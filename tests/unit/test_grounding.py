@@ -159,7 +159,7 @@ def test_weights_of_one_are_bitwise_plain_grpo(target):
     mask = make_mask(*lengths)
     advantage = grpo(torch.tensor([1.0, 0.3, 0.0, 2.0]), torch.tensor(group), mask, "group")
     experience = fake_experience(rollouts, signals, advantage)
-    ours, plain = assign([AttentionWeights(target=target)], experience, KEY), assign([], experience, KEY)
+    ours, plain = assign([AttentionWeights(token_weight_target=target)], experience, KEY), assign([], experience, KEY)
     assert ours.weights is not None
     for name in ("advantage", "keep_mask", "token_weight", "response_weight"):
         same(getattr(ours, name), getattr(plain, name))

@@ -155,7 +155,7 @@ def test_only_bad_steps_in_a_row_end_the_run():
 )
 def test_the_learning_rate_of_each_step(schedule, floor, expected):
     """Two steps of warm-up, six in all; it stays at its end."""
-    settings = OptimizerSettings(lr=3.0, warmup_steps=2, total_steps=6, schedule=schedule, min_lr_ratio=floor)
+    settings = OptimizerSettings(lr=3.0, warmup_steps=2, total_steps=6, lr_scheduler_type=schedule, min_lr_ratio=floor)
     assert [settings.lr_at(step) for step in range(8)] == pytest.approx(expected, abs=1e-12)
 
 
@@ -166,17 +166,17 @@ def test_the_defaults_of_an_optimizer():
 
 
 def test_a_single_step_after_the_warm_up():
-    settings = OptimizerSettings(lr=4.0, warmup_steps=1, total_steps=2, schedule="linear")
+    settings = OptimizerSettings(lr=4.0, warmup_steps=1, total_steps=2, lr_scheduler_type="linear")
     assert [settings.lr_at(step) for step in range(3)] == [2.0, 4.0, 0.0]
 
 
 def test_a_warm_up_longer_than_the_run():
-    assert OptimizerSettings(lr=4.0, warmup_steps=3, total_steps=2, schedule="linear").lr_at(3) == 4.0
+    assert OptimizerSettings(lr=4.0, warmup_steps=3, total_steps=2, lr_scheduler_type="linear").lr_at(3) == 4.0
 
 
 def test_the_rate_of_a_step_follows_the_schedule():
     learner = make_learner(rows=3)
-    learner.optimization = OptimizerSettings(lr=3.0, warmup_steps=2, total_steps=6, schedule="linear")
+    learner.optimization = OptimizerSettings(lr=3.0, warmup_steps=2, total_steps=6, lr_scheduler_type="linear")
     metrics = [learner.update([make_batch()], value_loss(learner.model, []))["lr"] for _ in range(4)]
     assert metrics == pytest.approx([1, 2, 3, 2.25])
     assert learner.optimizer.param_groups[0]["lr"] == pytest.approx(2.25)

@@ -60,10 +60,10 @@ def test_steps_are_keyed_and_versions_handed_over():
     [
         ({}, [5], [5]),
         ({"validate_first": True}, [0, 5], [5]),
-        ({"validate_every": 2, "save_every": 3}, [2, 4, 5], [3, 5]),
-        ({"validate_every": 5, "save_every": 1}, [5], [1, 2, 3, 4, 5]),
-        ({"validate_every": 0}, [5], [5]),
-        ({"validate_first": True, "validate_every": 1}, [0, 1, 2, 3, 4, 5], [5]),
+        ({"val_freq": 2, "save_freq": 3}, [2, 4, 5], [3, 5]),
+        ({"val_freq": 5, "save_freq": 1}, [5], [1, 2, 3, 4, 5]),
+        ({"val_freq": 0}, [5], [5]),
+        ({"validate_first": True, "val_freq": 1}, [0, 1, 2, 3, 4, 5], [5]),
     ],
 )
 def test_when_to_validate_and_to_save(changes, validated, saved):
@@ -76,7 +76,7 @@ def test_when_to_validate_and_to_save(changes, validated, saved):
 
 
 def test_validation_samples_the_newest_weights_at_its_own_step():
-    made = loop(validation=make_validation(), total_steps=2, validate_every=1)
+    made = loop(validation=make_validation(), total_steps=2, val_freq=1)
     made.run()
     journal = made.components.actor.journal
     during = [journal[i - 5 : i] for i, entry in enumerate(journal) if entry[0] == "validation"]
@@ -170,7 +170,7 @@ def test_an_error_saves_the_last_whole_step(tmp_path, capfd, part, method, saved
 
 def test_a_run_resumes_after_an_error_with_the_same_calls(tmp_path):
     def fresh():
-        rule = Divergence("abs", 0.5, adaptive=True, target=0.25, horizon=10.0)
+        rule = Divergence("abs", 0.5, divergence_type="adaptive", divergence_target=0.25, divergence_horizon=10.0)
         return loop(reference=FakeReference(None, ref_logprobs=REFERENCE), divergence=rule, total_steps=4)
 
     for part, method in (("scorer", "submit"), ("tracker", "rollouts")):
@@ -192,7 +192,7 @@ def test_a_run_resumes_after_an_error_with_the_same_calls(tmp_path):
 
 
 def test_nothing_is_saved_twice_or_before_the_first_step(tmp_path):
-    made = loop(total_steps=5, save_every=2)
+    made = loop(total_steps=5, save_freq=2)
     failing(made, "scorer", "submit", 3)
     with pytest.raises(Broken):
         make_run(made, tmp_path, {}).train()
@@ -234,10 +234,10 @@ def test_a_stop_request_finishes_the_step_and_saves():
 
 
 def test_a_restored_loop_makes_the_same_calls():
-    rule = Divergence("abs", 0.5, adaptive=True, target=0.25, horizon=10.0)
+    rule = Divergence("abs", 0.5, divergence_type="adaptive", divergence_target=0.25, divergence_horizon=10.0)
 
     def fresh():
-        return loop(reference=FakeReference(None, ref_logprobs=REFERENCE), divergence=rule, total_steps=3, save_every=2)
+        return loop(reference=FakeReference(None, ref_logprobs=REFERENCE), divergence=rule, total_steps=3, save_freq=2)
 
     whole, restored = fresh(), fresh()
     whole.run()
@@ -261,7 +261,7 @@ def test_a_restored_loop_makes_the_same_calls():
 
 def test_a_reference_is_synced_and_saved():
     def fresh():
-        return loop(refreshed=FakeSyncedReference(), sync_ref_every=2, total_steps=5, save_every=3)
+        return loop(refreshed=FakeSyncedReference(), sync_ref_every=2, total_steps=5, save_freq=3)
 
     whole, restored = fresh(), fresh()
     whole.run()
@@ -297,7 +297,7 @@ def test_a_best_validation_is_saved_at_any_step():
             self.total = (next(self.scores),) * 4 if step is None else (1.0, 0.0, 2.0, 0.0)
             return super().submit(rollouts, step)
 
-    changes = {"total_steps": 4, "validate_every": 1, "save_every": 3}
+    changes = {"total_steps": 4, "val_freq": 1, "save_freq": 3}
     judge = replace(make_validation(), best_metric="val/reward_score")
     made = loop(validation=judge, scorer=FakeLearner(None), **changes)
     made.run()

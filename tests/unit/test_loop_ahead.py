@@ -148,7 +148,7 @@ class Folders:
 
 
 def saving(place, **changes):
-    one = made(save_every=1, **changes)
+    one = made(save_freq=1, **changes)
     one.components.store = Folders(place)
     return one
 

@@ -70,7 +70,8 @@ def test_divergence_token_by_token_for_reinforce_plus_plus():
 
 def test_divergence_as_a_loss():
     made = loop(
-        reference=FakeReference(None, ref_logprobs=REFERENCE), divergence=Divergence("low_var_kl", 0.5, in_loss=True)
+        reference=FakeReference(None, ref_logprobs=REFERENCE),
+        divergence=Divergence("low_var_kl", 0.5, use_divergence_loss=True),
     )
     made.step(0)
     (batch,), loss = made.components.actor.updates[-1]
@@ -82,7 +83,14 @@ def test_divergence_as_a_loss():
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_full_divergence_as_a_loss(adaptive):
     """The update computes it from the vocabulary. Only a controller needs it before."""
-    rule = Divergence("full", 0.5, in_loss=True, adaptive=adaptive, target=0.1, horizon=10.0)
+    rule = Divergence(
+        "full",
+        0.5,
+        use_divergence_loss=True,
+        divergence_type="adaptive" if adaptive else "fixed",
+        divergence_target=0.1,
+        divergence_horizon=10.0,
+    )
     brought = {"divergence": torch.full((4, 4), 0.2)} if adaptive else {}
     reference = FakeReference(None, **brought) if adaptive else None
     made = loop(reference=reference, divergence=rule)
@@ -99,7 +107,7 @@ def test_the_adaptive_coefficient():
     # |d| = 0.2 a token, 2.5 tokens a response: KL 0.5 of a target of 0.25: e = min(1, 0.2); 4 responses, horizon 10.
     made = loop(
         reference=FakeReference(None, ref_logprobs=REFERENCE),
-        divergence=Divergence("abs", 0.5, adaptive=True, target=0.25, horizon=10.0),
+        divergence=Divergence("abs", 0.5, divergence_type="adaptive", divergence_target=0.25, divergence_horizon=10.0),
         total_steps=3,
     )
     made.run()
@@ -134,7 +142,7 @@ def test_credit_is_decided_before_the_split():
     """The trajectory factor uses all visual rows of the step, although each group is a separate optimizer step."""
     dependency = torch.tensor([[9.0] * 4, [9.0] * 4, [1.0] * 4, [3.0] * 4])  # rows 0 and 1 have no image
     actor = FakeActor(None, dependency=dependency)
-    made = loop(actor=actor, credit=(TrajectoryScaling(0.8, 2.0),), prompts_per_update=1)
+    made = loop(actor=actor, credit=(TrajectoryScaling(0.8, 2.0),), global_batch_size=1)
     made.step(0)
     # u = 0 and 1, mean 1/2: beta_max = 0.8 + 0.2 / 0.5 = 1.2.
     close(get_advantages(made), [0.5, -0.5, 0.8, -1.2])
@@ -163,7 +171,7 @@ def six_rows():
 
 def test_whole_groups_with_separate_denominators():
     rollouts, signals = six_rows()
-    rules = spec(prompts_per_update=2, passes=2)
+    rules = spec(global_batch_size=2, ppo_epochs=2)
     batches = next(
         made for seed in range(99)  # the first whose first pass keeps the last group for its second step
         if (made := list(make_batches(rules, rollouts, signals, key=(seed, 0))))[1].rollouts.text[0] == "p2 response 0"
@@ -185,7 +193,7 @@ def test_each_pass_of_each_step_shuffles_its_groups():
     rollouts, signals = six_rows()
 
     def order(key, per_update=1):
-        made = make_batches(spec(prompts_per_update=per_update, passes=2), rollouts, signals, key=key)
+        made = make_batches(spec(global_batch_size=per_update, ppo_epochs=2), rollouts, signals, key=key)
         return ["".join(text[1] for text in batch.rollouts.text[::2]) for batch in made]
 
     assert all(set(order((seed, 0))[:3]) == set(order((seed, 0))[3:]) == {"0", "1", "2"} for seed in range(9))
@@ -215,7 +223,7 @@ def test_the_loop_keys_the_order_by_seed_and_step(monkeypatch):
 )
 def test_weights_by_hand(changes, row, expected):
     rollouts, signals = six_rows()
-    (batch,) = make_batches(spec(prompts_per_update=3, **changes), rollouts, signals)
+    (batch,) = make_batches(spec(global_batch_size=3, **changes), rollouts, signals)
     close(batch.weights.policy[row], expected)
 
 
@@ -223,7 +231,7 @@ def test_weights_by_hand(changes, row, expected):
 def test_filtered_tokens(denominator, kept):
     rollouts, signals = six_rows()
     first_tokens = rollouts.mask & (torch.arange(4) == 0)
-    rules = spec(prompts_per_update=3, loss_token_denominator=denominator)
+    rules = spec(global_batch_size=3, loss_token_denominator=denominator)
     (batch,) = make_batches(rules, rollouts, signals, first_tokens)
     close(batch.weights.policy, first_tokens * kept)
     close(batch.weights.divergence, rollouts.mask / 13)
@@ -232,7 +240,7 @@ def test_filtered_tokens(denominator, kept):
 def test_the_correction_is_capped_and_follows_its_rows():
     rollouts, signals = six_rows()  # o = -0.5, b = -1: exp(0.5) = 1.65; row 5 was sampled at b = -3.5
     rollouts.rollout_logprobs[5] = -3.5
-    rules = spec(prompts_per_update=1, loss=Loss(tis_clip=2.0))
+    rules = spec(global_batch_size=1, loss=Loss(tis_clip=2.0))
     batches = sorted(make_batches(rules, rollouts, signals), key=lambda batch: batch.rollouts.text)
     close(batches[0].correction, [[math.exp(0.5), 1, 1, 1], [math.exp(0.5)] * 2 + [1, 1]])
     close(batches[2].correction[1], [2, 2, 1, 1])

@@ -63,7 +63,7 @@ def test_a_step_in_order():
 
 def test_both_learn_from_the_same_batches():
     """Rows of 1 to 4 tokens, rewards 1 0 2 0 on the last: with gamma = lam = 1 the return of a token is its reward."""
-    made = loop_with_critic(value_loss=ValueLoss(0.2), prompts_per_update=1)
+    made = loop_with_critic(value_loss=ValueLoss(0.2), global_batch_size=1)
     made.step(0)
     (batches, loss), *_ = made.components.critic.updates
     (theirs, _), *_ = made.components.actor.updates
@@ -106,7 +106,7 @@ def test_the_warm_up_counts_from_the_start_of_the_run():
 
 
 def test_it_is_saved_and_restored_with_the_actor():
-    made = loop_with_critic(total_steps=2, save_every=1)
+    made = loop_with_critic(total_steps=2, save_freq=1)
     made.run()
     saved = made.components.store.saved
     assert saved[1][0] == {"actor": "snapshot of version 7", "critic": "after 1 updates"}

@@ -76,7 +76,7 @@ def test_rewards_that_read_signals_are_measured_before_they_are_judged():
 
 
 def test_the_update_gets_the_remaining_groups():
-    one = made(1, 3, prompts_per_update=1)
+    one = made(1, 3, global_batch_size=1)
     one.step(0)
     batches = sorted(one.components.actor.updates[0][0], key=lambda batch: batch.rollouts.text)  # they are shuffled
     assert [tuple(p.task.id for p in batch.rollouts.prompts) for batch in batches] == [("p1",), ("p3",)]
@@ -116,7 +116,7 @@ def test_the_engine_gets_the_counts_of_repeated_tasks():
 def test_a_short_batch_learns_from_the_remaining_prompts(groups, sizes):
     """Whole groups in whole optimizer steps, the last of fewer."""
     short = Filtering(GroupFilter("spread"), max_refills=1)
-    one = made(*groups, filtering=short, prompts_per_step=4, prompts_per_update=2)
+    one = made(*groups, filtering=short, prompts_per_step=4, global_batch_size=2)
     one.step(0)
     batches, _ = one.components.actor.updates[0]
     assert [len(batch.rollouts.prompts) for batch in batches] == sizes
@@ -134,7 +134,7 @@ def test_a_short_batch_stops_before_anything_is_learnt():
 
 def test_a_restart_counts_on():
     good = (1, 2, 5, 7, 8, 9, 11)
-    whole, restored = (made(*good, total_steps=3, save_every=1) for _ in range(2))
+    whole, restored = (made(*good, total_steps=3, save_freq=1) for _ in range(2))
     whole.run()
     restored.restore(Path("checkpoints/1"), whole.components.store.saved[1][1])
     restored.run()
@@ -283,7 +283,7 @@ def test_a_filter_and_replay_together():
 
 def test_a_restart_replays_the_same(tmp_path):
     good = (1, 2, 5, 9, 10)
-    whole, restored = (replaying(*good, total_steps=6, save_every=3) for _ in range(2))
+    whole, restored = (replaying(*good, total_steps=6, save_freq=3) for _ in range(2))
     whole.run()
     snapshots, state, _ = whole.components.store.saved[3]
     assert snapshots.keys() == {"actor", "replay"} and state["replay"] == 3

@@ -22,7 +22,7 @@ from mtrl.rollout.local import LocalGenerator
 pytest.importorskip("peft")
 
 FAMILY = "qwen2_5_vl"
-ADAPTERS = AdapterSettings(rank=4, alpha=8)
+ADAPTERS = AdapterSettings(lora_rank=4, lora_alpha=8)
 
 
 @pytest.mark.parametrize("compute", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
@@ -51,7 +51,9 @@ def test_the_plan_of_a_configuration():
     whole, adapted = make_plan(load_config(None, {}), True), make_plan(load_config(None, words), True)
     assert whole.reference and whole.adapters is None and whole.frozen_dtype == "fp32"
     assert not adapted.reference, "it is the base under the adapters"
-    assert adapted.adapters == AdapterSettings(rank=3, dtype=torch.float32, seed=load_config(None, {}).dataset.seed)
+    assert adapted.adapters == AdapterSettings(
+        lora_rank=3, dtype=torch.float32, seed=load_config(None, {}).dataset.seed
+    )
     assert (adapted.frozen_dtype, adapted.weights) == ("bf16", "fp32")
     ways = list_savings(adapted)
     assert not any("disable_divergence" in way or "freeze_vision_tower" in way for way in ways), "neither would help"

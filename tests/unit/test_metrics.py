@@ -153,12 +153,16 @@ def test_scaling_metrics():
         }
     )
     # A cap of 1.2: w = 0.8, 0.9, 1.2, mean 2.9/3.
-    capped = compute_metrics(TrajectoryScaling(high=1.2), signals=signals, rollouts=rollouts)
+    capped = compute_metrics(TrajectoryScaling(trajectory_scaling_max=1.2), signals=signals, rollouts=rollouts)
     assert capped["actor/scaling_factor_mean"] == approx(2.9 / 3)
     assert capped["actor/scaling_factor_max"] == approx(1.2)
     assert capped["actor/scaling_capped"] == 1.0
     # The mean of these float32 numbers is taken in float64: in float32 its rounding might pass for a cap.
-    factors = TrajectoryScaling(high=1.2).scale(signals.dependency, rollouts.mask, rollouts.visual)[:3].tolist()
+    factors = (
+        TrajectoryScaling(trajectory_scaling_max=1.2)
+        .scale(signals.dependency, rollouts.mask, rollouts.visual)[:3]
+        .tolist()
+    )
     assert capped["actor/scaling_factor_mean"] == pytest.approx(math.fsum(factors) / 3, rel=1e-12)
 
 

@@ -213,7 +213,12 @@ def test_micro_batches_only_add(step, rules, loss_type, denominator, loss, trunc
 def test_weights_and_scales_of_one_are_bitwise_plain_grpo(step, loss, loss_type, target):
     # No image changed anything (S = 0, so a flat range), every token weight is 1, all tokens are kept.
     step = replace(step, perturbed=step.old, mass=torch.full_like(step.mass, 0.25))
-    rules = (PerceptionFilter(1.0), EntropyFilter(1.0), TrajectoryScaling(), AttentionWeights(target, smooth_sigma=0.0))
+    rules = (
+        PerceptionFilter(1.0),
+        EntropyFilter(1.0),
+        TrajectoryScaling(),
+        AttentionWeights(target, token_weight_smooth_sigma=0.0),
+    )
     shaped, plain = assign_credit(step, rules), assign_credit(step, ())
     for name in DECIDED:
         same(getattr(shaped, name), getattr(plain, name))

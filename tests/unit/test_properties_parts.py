@@ -81,7 +81,7 @@ def test_scale_has_mean_one_unless_capped(step, low, high):
 
 @given(steps(), st.sampled_from([0.0, 0.7, 2.0]))
 def test_token_weights_have_mean_one_before_the_clip(step, sigma):
-    weights = compute_weights(step, AttentionWeights(clip=(0.0, INF), smooth_sigma=sigma))
+    weights = compute_weights(step, AttentionWeights(token_weight_clip=(0.0, INF), token_weight_smooth_sigma=sigma))
     mask = step.rollouts.mask
     filled = mask.any(1)
     close(row_mean(weights, mask)[filled], torch.ones(int(filled.sum())), rtol=1e-5)
@@ -91,7 +91,7 @@ def test_token_weights_have_mean_one_before_the_clip(step, sigma):
 
 @given(steps(), st.sampled_from([(0.2, 3.0), (0.5, 2.0)]), st.sampled_from([None, 0.2, 0.6]))
 def test_token_weights_stay_within_their_clip(step, clip, top_ratio):
-    weights = compute_weights(step, AttentionWeights(clip=clip, top_ratio=top_ratio))
+    weights = compute_weights(step, AttentionWeights(token_weight_clip=clip, token_weight_top_ratio=top_ratio))
     assert weights.min() >= clip[0]
     assert weights.max() <= clip[1]
     if top_ratio is not None:

@@ -249,7 +249,7 @@ def test_shuffled_tokens_keep_the_values_and_change_their_positions():
 
 def test_shuffled_rows_get_the_signals_of_another_response():
     # Two rows: each gets the other's. The second has two tokens, so that the first repeats them.
-    rule = shuffled(PerceptionFilter(top_p=0.5), across="rows")
+    rule = shuffled(PerceptionFilter(top_p_perception_tokens=0.5), across="rows")
     found = answer(rule, [4, 2], dependency=[[1.0, 9, 3, 4], [7, 5, 0, 0]])
     same(found, bits([1, 0, 1, 0], [0, 1, 0, 0]))
     # The factors of responses are exchanged: the same values, none at its own row.

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def quantized(family="qwen2", learnt=True):
     model = load_model(checkpoint(family))
     quantize_base(model, CPU)
-    add_adapters(model, AdapterSettings(rank=4, alpha=8))
+    add_adapters(model, AdapterSettings(lora_rank=4, lora_alpha=8))
     if learnt:
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():

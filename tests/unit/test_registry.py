@@ -89,7 +89,7 @@ def test_arguments_are_the_fields_and_lists_become_tuples():
     assert make_rule({"name": "entropy_filter", "top_p": 0.5}) == EntropyFilter(0.5)
     assert make_rule({"name": "trajectory_scaling", "low": 0.9, "high": None}) == TrajectoryScaling(0.9, None)
     spec = {"name": "attention_weights", "clip": [0.5, 2.0], "target": "mask"}
-    assert make_rule(spec) == AttentionWeights(target="mask", clip=(0.5, 2.0))
+    assert make_rule(spec) == AttentionWeights(token_weight_target="mask", token_weight_clip=(0.5, 2.0))
     assert spec == {"name": "attention_weights", "clip": [0.5, 2.0], "target": "mask"}, "the configuration stays"
 
 
@@ -118,7 +118,7 @@ def test_a_file_without_its_rule_is_no_name(mine):
 
 def test_arguments_that_it_does_not_take(mine):
     message = refusal({"name": "entropy_filter", "top": 0.5, "p": 1})
-    assert message == "entropy_filter takes no p, top; its arguments are top_p"
+    assert message == "entropy_filter takes no p, top; its arguments are top_p_entropy_tokens"
     assert refusal({"name": f"{mine}:Late", "slop": 1}) == f"{mine}:Late takes no slop; its arguments are slope, places"
     assert "takes no needs" in refusal({"name": "entropy_filter", "needs": []})
 

@@ -159,7 +159,7 @@ def test_draws_belong_to_seed_and_step(memory):
 
 def test_replayed_values_are_unchanged_and_advantages_are_new(memory):
     # `a` was sampled at o = -2, b = -2.5, with rewards 0, 1; the current ones at o = -1, b = -1.5.
-    memory.rule = replace(memory.rule, capacity=1)
+    memory.rule = replace(memory.rule, replay_buffer_size=1)
     memory.buffer = replace(memory.buffer, entries=memory.buffer.entries[1:])
     own = make_step("wx", [1.0, 1.0, 0.0, 1.0], old=-1.0)
     found = memory.exchange(gathered(own), 2, step=4, source=Source()).experience
@@ -172,7 +172,7 @@ def test_replayed_values_are_unchanged_and_advantages_are_new(memory):
     close(advantage[:, 0], [-math.sqrt(0.5), math.sqrt(0.5)] * 2, rtol=1e-5)
     # S of rows 2, 2, 1, 1: u = 1, 1, 0, 0. From 0.8 up to a mean of 1: 1.2 and 0.8.
     found = replace(found, advantage=advantage)
-    credit = assign((TrajectoryScaling(low=0.8, high=2.0),), found, (0, 0))
+    credit = assign((TrajectoryScaling(trajectory_scaling_min=0.8, trajectory_scaling_max=2.0),), found, (0, 0))
     close(credit.response_weight, [1.2, 1.2, 0.8, 0.8])
     close(rollouts.rollout_logprobs[:, 0], [-2.5, -2.5, -1.5, -1.5])
 

@@ -59,7 +59,7 @@ def descend(kind, dtype, steps=200, lr=1e-4, **settings):
     start = (0.5 * noise(64, 32)).bfloat16().float()
     target = start + 0.03 * noise(64, 32, seed=1).sign()
     weight = torch.nn.Parameter(start.to(dtype, copy=True))
-    optimizer = make_optimizer([weight], OptimizerSettings(lr=lr, rounding=kind, **settings), fused=False)
+    optimizer = make_optimizer([weight], OptimizerSettings(lr=lr, param_rounding=kind, **settings), fused=False)
     for step in range(steps):
         weight.grad = (weight.detach().float() - target + 0.02 * noise(64, 32, seed=step)).to(dtype)
         optimizer.step()
@@ -135,7 +135,7 @@ def test_the_key_reaches_the_optimizer_and_ends_the_warning():
     keys = ["worker.actor.fsdp.param_dtype=bf16", "worker.actor.fsdp.param_rounding=kahan"]
     config = load_config(None, keys)
     settings = make_optimizer_settings(config, 1)
-    assert settings.rounding == "kahan" and list(find_warnings(config)) == []
+    assert settings.param_rounding == "kahan" and list(find_warnings(config)) == []
     weight = torch.nn.Parameter(torch.zeros(1))
     assert isinstance(make_optimizer([weight], settings, fused=False), RoundedAdamW)
     (said,) = find_warnings(load_config(None, keys[:1]))

@@ -128,7 +128,7 @@ def test_batches_contain_returns_and_old_values():
     experience = fake_experience(ROLLOUTS, Signals(values=OLD), advantage=torch.zeros(2, 2))
     experience = replace(experience, returns=RETURNS)
     experience = replace(experience, credit=assign((), experience, (0, 0)))
-    batches = list(assemble(BatchPlan(prompts_per_update=1), Loss(), experience, (0, 0)))
+    batches = list(assemble(BatchPlan(global_batch_size=1), Loss(), experience, (0, 0)))
     first, second = sorted(batches, key=lambda batch: -int(batch.rollouts.mask.sum()))  # which is first is drawn
     close(first.values, OLD[:1]), close(first.returns, RETURNS[:1])
     close(second.values, OLD[1:]), close(second.returns, RETURNS[1:])

@@ -63,7 +63,7 @@ def test_the_perturbation_has_the_keys_of_the_configuration():
     overrides = {f"optimization.{name}": value for name, value in values.items()}
     config = load_config(None, overrides | {"dataset.seed": 7, "worker.rollout.seed": 9})
     found = make_perturbation(config, patch_size=16)
-    assert (found.seed, found.patch_size, found.kind) == (7, 16, "gaussian_noise"), (
+    assert (found.seed, found.patch_size, found.perturbation) == (7, 16, "gaussian_noise"), (
         "the data's seed, the model's patches"
     )
     assert (found.black_prob, found.noise_std, found.blur_radius) == (0.25, 7.0, 3.0)

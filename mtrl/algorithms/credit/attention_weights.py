@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,17 +18,21 @@ from mtrl.types import Experience, Needs
 @dataclass(frozen=True)
 class AttentionWeights(Weight):
     """v [N, T] = 1/VGR, smoothed, mean 1, clipped; or the weights that a reward function returned. With
-    `attention=False` attention is not read and a reward function must return the weights."""
+    `compute_attention_metrics=False` attention is not read and a reward function must return the weights."""
 
-    target: Target = "advantage"
-    clip: tuple[float, float] = (0.2, 3.0)
-    smooth_sigma: float = 0.0
-    top_ratio: float | None = None
-    attention: bool = True
+    token_weight_target: Target = field(default="advantage", metadata={"old_name": "target"})
+    token_weight_clip: tuple[float, float] = field(default=(0.2, 3.0), metadata={"old_name": "clip"})
+    token_weight_smooth_sigma: float = field(default=0.0, metadata={"old_name": "smooth_sigma"})
+    token_weight_top_ratio: float | None = field(default=None, metadata={"old_name": "top_ratio"})
+    compute_attention_metrics: bool | Literal["auto"] = field(default="auto", metadata={"old_name": "attention"})
+
+    @property
+    def target(self) -> Target:  # type: ignore[override]
+        return self.token_weight_target
 
     @property
     def needs(self) -> Needs:
-        return Needs("attention_mass") if self.attention else Needs()
+        return Needs() if self.compute_attention_metrics is False else Needs("attention_mass")
 
     def apply(self, experience: Experience, key: Key) -> Tensor | None:
         rollouts, mass = experience.rollouts, experience.signals.attention_mass
@@ -44,11 +49,11 @@ class AttentionWeights(Weight):
         inverse_vgr = 1 / vgr(mass.double(), sizes[:, None, :])
         applicable = (sizes > 0).all(1) & mask.any(1)
         for row in applicable.nonzero().flatten().tolist():
-            v = gaussian_smooth(inverse_vgr[row, mask[row]], self.smooth_sigma)
+            v = gaussian_smooth(inverse_vgr[row, mask[row]], self.token_weight_smooth_sigma)
             v = v / v.mean()
-            clipped = v.clamp(*self.clip)
-            if self.top_ratio is not None:  # ranked before clipping, which would tie the highest
-                top = top_fraction(v[None], torch.ones(1, len(v), dtype=torch.bool), self.top_ratio)[0]
+            clipped = v.clamp(*self.token_weight_clip)
+            if self.token_weight_top_ratio is not None:  # ranked before clipping, which would tie the highest
+                top = top_fraction(v[None], torch.ones(1, len(v), dtype=torch.bool), self.token_weight_top_ratio)[0]
                 clipped = clipped.where(top, 1.0)
             weights[row, mask[row]] = clipped
         return weights.float()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -15,15 +15,15 @@ from mtrl.types import Experience, Needs
 class EntropyFilter(Filter):
     """Keeps the tokens at which the old policy had the highest entropy."""
 
-    top_p: float = 0.2
+    top_p_entropy_tokens: float = field(default=0.2, metadata={"old_name": "top_p"})
     needs = Needs("entropy")
 
     def apply(self, experience: Experience, key: Key) -> Tensor:
-        return top_fraction(experience.signals.entropy, experience.rollouts.mask, self.top_p)
+        return top_fraction(experience.signals.entropy, experience.rollouts.mask, self.top_p_entropy_tokens)
 
     def metrics(self, experience: Experience) -> dict[str, float]:
         if experience.signals.entropy is None:
             return {}
         mask = experience.rollouts.mask
-        chosen = top_fraction(experience.signals.entropy, mask, self.top_p)
+        chosen = top_fraction(experience.signals.entropy, mask, self.top_p_entropy_tokens)
         return {"actor/entropy_token_fraction": masked_mean(chosen, mask)}

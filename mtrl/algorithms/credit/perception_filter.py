@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,14 +16,14 @@ from mtrl.types import Experience, Needs
 class PerceptionFilter(Filter):
     """Keeps the tokens with the highest visual dependency S. It does not apply to responses without an image."""
 
-    top_p: float = 0.2
+    top_p_perception_tokens: float = field(default=0.2, metadata={"old_name": "top_p"})
     needs = Needs("dependency")
 
     def applies_to(self, experience: Experience) -> Tensor:
         return experience.rollouts.visual
 
     def apply(self, experience: Experience, key: Key) -> Tensor:
-        return top_fraction(experience.signals.dependency, experience.rollouts.mask, self.top_p)
+        return top_fraction(experience.signals.dependency, experience.rollouts.mask, self.top_p_perception_tokens)
 
     def metrics(self, experience: Experience) -> dict[str, float]:
         """Share of the kept tokens, and mean S of the kept and the rejected ones."""
@@ -31,7 +31,7 @@ class PerceptionFilter(Filter):
         seen = mask & experience.rollouts.visual[:, None]
         if dependency is None or not seen.any():
             return {}
-        chosen = top_fraction(dependency, mask, self.top_p) & seen
+        chosen = top_fraction(dependency, mask, self.top_p_perception_tokens) & seen
         weakest = dependency.where(chosen, torch.inf).amin(1)[chosen.any(1)]
         values = {
             "actor/perception_token_fraction": masked_mean(chosen, seen),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from mtrl.algorithms.credit.attention_anchors import AttentionAnchors
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
 from mtrl.algorithms.credit.controls import Bottom, RandomFilter
@@ -43,11 +46,12 @@ RULES: dict[str, type[Rule]] = {
 REGISTRY = Registry[Rule]("credit rule", (Filter, Weight, Bonus), RULES)
 
 
-def make_rule(spec: Spec) -> Rule:
-    """Make a rule from `name`, `file.py:Name` or {name: .., and its arguments}; PluginError says what is wrong."""
+def make_rule(spec: Spec, keys: Mapping[str, Any] | None = None) -> Rule:
+    """Make a rule from `name`, `file.py:Name` or {name: .., and its arguments}; PluginError says what is wrong. `keys`
+    are the values of arguments that it does not set, by the names of their keys."""
     if spec_name(spec) != "shuffled" or isinstance(spec, str) or "rule" not in spec:
-        return REGISTRY.make(spec)
-    inner = make_rule(spec["rule"])
+        return REGISTRY.make(spec, keys)
+    inner = make_rule(spec["rule"], keys)
     if not inner.needs:
         raise PluginError(f"shuffled: {inner} reads no signal, so there is nothing to shuffle")
     made = REGISTRY.make({**spec, "rule": inner})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,10 +16,10 @@ FLAT_RANGE = 1e-6  # a smaller range of scores is rounding: every response keeps
 
 @dataclass(frozen=True)
 class TrajectoryScaling(Weight):
-    """w [N] from `low` up to where its mean is 1, or to the cap `high` (None: no cap). Without an image w is 1."""
+    """w [N] from the minimum up to where its mean is 1, or to the maximum (None: no cap). Without an image w is 1."""
 
-    low: float = 0.8
-    high: float | None = 2.0
+    trajectory_scaling_min: float = field(default=0.8, metadata={"old_name": "low"})
+    trajectory_scaling_max: float | None = field(default=2.0, metadata={"old_name": "high"})
     needs = Needs("dependency")
 
     def apply(self, experience: Experience, key: Key) -> Tensor:
@@ -34,13 +34,13 @@ class TrajectoryScaling(Weight):
             spread = score.max() - score.min()
             if spread > FLAT_RANGE:
                 u = (score - score.min()) / spread
-                scale[scored] = self.low + u * (self._top(u) - self.low)
+                scale[scored] = self.trajectory_scaling_min + u * (self._top(u) - self.trajectory_scaling_min)
         return scale.float()
 
     def _top(self, u: Tensor) -> Tensor:
         """beta_max: the largest w that makes the mean 1, or the cap."""
-        top = self.low + (1 - self.low) / u.mean()
-        return top if self.high is None else top.clamp(max=self.high)
+        top = self.trajectory_scaling_min + (1 - self.trajectory_scaling_min) / u.mean()
+        return top if self.trajectory_scaling_max is None else top.clamp(max=self.trajectory_scaling_max)
 
     def metrics(self, experience: Experience) -> dict[str, float]:
         scored = experience.rollouts.visual & experience.rollouts.mask.any(1)

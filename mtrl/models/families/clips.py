@@ -28,8 +28,8 @@ class ClipRules:
 
     def sample(self, total: int, fps: float, settings: VideoSettings) -> Clip:
         """Sample frames evenly; without timestamps, whole patches of them."""
-        wanted = max(total / fps * settings.fps, MIN_FRAMES)
-        most = min(settings.max_frames, total)
+        wanted = max(total / fps * settings.video_fps, MIN_FRAMES)
+        most = min(settings.video_max_frames, total)
         if self.has_timestamps:
             frames = np.linspace(0, total - 1, min(int(wanted), most)).round().astype(int).tolist()
             return Clip(total, fps, tuple(frames))
@@ -65,5 +65,5 @@ class ClipRules:
 def frame_settings(image: ImageSettings, video: VideoSettings) -> ImageSettings:
     """The pixel limits of a frame: those of images, reduced since there are many frames."""
     low, high = (tokens * image.factor**2 for tokens in FRAME_TOKENS)
-    most = min(image.max_pixels, high if video.max_pixels is None else video.max_pixels)
+    most = min(image.max_pixels, high if video.video_max_pixels is None else video.video_max_pixels)
     return replace(image, min_pixels=min(image.min_pixels, low, most), max_pixels=most)
