@@ -20,11 +20,12 @@ from benchmarks.drawn_lengths import drawn_lengths
 from benchmarks.measure import compiled_graphs, free_memory, held_gb, peak_gb, wait
 from benchmarks.random_model import TOKEN_PIXELS
 from benchmarks.random_run import PATHS, step_settings, write_run
-from mtrl.compose.run import Run, build, configure
+from mtrl.compose.run import build, configure
 from mtrl.config import read_overrides
 from mtrl.protocols import Tracker
 from mtrl.rollout.local import LocalGenerator
 from mtrl.training.loop import Loop
+from mtrl.training.resumable_run import Run
 from mtrl.types import Experience, Prompt, Rollouts, Sampling
 
 ROUNDS = 50

@@ -44,7 +44,7 @@ from benchmarks.measure import compute_device
 from benchmarks.random_model import TOKEN_PIXELS, random_model
 from benchmarks.random_run import PATHS, step_settings, write_run
 from mtrl.compose.policy import LoadedModel, base_dtype, build_encoder, build_policy, model_path
-from mtrl.compose.run import Run, build, configure
+from mtrl.compose.run import build, configure
 from mtrl.config import Config, read_overrides
 from mtrl.distributed.generator_proxy import ENGINE, DistributedGenerator
 from mtrl.distributed.learner_proxy import DistributedLearner
@@ -53,6 +53,7 @@ from mtrl.protocols import Tracker
 from mtrl.rollout.decode.arena import CudaArena
 from mtrl.rollout.local import ROWS_AT_ONCE
 from mtrl.training.loop import Components, Loop
+from mtrl.training.resumable_run import Run
 from mtrl.types import Experience
 from mtrl.utils.machine import started_by_torchrun
 

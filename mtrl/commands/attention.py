@@ -25,8 +25,8 @@ from mtrl.commands.load_arguments import OptionParser, check_call, load_evaluati
 from mtrl.compose import algorithm
 from mtrl.compose.policy import build_generator, build_policy, model_path
 from mtrl.compose.task_source import validation_sampler
-from mtrl.compose.unsupported import check_supported
 from mtrl.config import Config, ConfigError
+from mtrl.config.unsupported import check_supported
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 from mtrl.models.families import TextEncoder
 from mtrl.models.forward import Forward

@@ -29,8 +29,8 @@ from mtrl.compose.memory_limits import is_sized_by_memory, make_plan
 from mtrl.compose.policy import missing_model_hint, model_path, register_encoder
 from mtrl.compose.run import configure, find_unknown_names
 from mtrl.compose.task_source import EMBEDDED
-from mtrl.compose.unsupported import find_unsupported
 from mtrl.config import Config, find_warnings, take_file
+from mtrl.config.unsupported import find_unsupported
 from mtrl.data.sources import HUB_ID
 from mtrl.memory.estimate import MemoryEstimate, estimate, find_savings, shrink_to_fit
 from mtrl.memory.plan import Plan

@@ -11,11 +11,12 @@ import torch
 
 from mtrl.commands.load_arguments import check_call
 from mtrl.compose.policy import build_encoder, load_options, model_path
-from mtrl.compose.run import Run, build
+from mtrl.compose.run import build
 from mtrl.config import Config, ConfigError
 from mtrl.models.load_model import DTYPES, load_model
 from mtrl.models.parity import log_prob_gap
 from mtrl.tracking.pace import format_duration
+from mtrl.training.resumable_run import Run
 from mtrl.types import Needs
 from mtrl.utils.errors import RunError, StartError
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from mtrl.commands.export_model import ExportSource, check_push, check_target, export, push
 from mtrl.commands.load_arguments import OptionParser, check_call, find_run_and_checkpoint, log_line
-from mtrl.compose.export_model import ExportSource, check_push, check_target, export, push
 
 OPTIONS = OptionParser(__doc__, "--to", "--push")
 OPTIONS.add_argument("--dtype", choices=("bf16", "fp32"))

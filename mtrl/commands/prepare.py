@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrl.commands.load_arguments import OptionParser, check_call, log_line, whole_number
-from mtrl.compose.hub import use_cache_if_offline
+from mtrl.data.hub import use_cache_if_offline
 from mtrl.prepare import aokvqa, arxivqa, merge, mmmu_pro
 from mtrl.prepare.prepare_dataset import PreparedDataset, prepare
 from mtrl.prepare.questions import RowReader

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mtrl.commands.load_arguments import check_call, log_line, open_log
-from mtrl.compose.run import Run, build, configure, train_with_restarts
+from mtrl.compose.run import build, configure
 from mtrl.config import Config, find_warnings, take_file
+from mtrl.training.resumable_run import Run, train_with_restarts
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from mtrl.compose import algorithm
-from mtrl.compose.hub import check_model_available
 from mtrl.compose.policy import load_options, make_backbone, model_path, warn_about_large_lr
 from mtrl.config import Config, ConfigError
+from mtrl.data.hub import check_model_available
 from mtrl.models.families import TextEncoder, encoder_files, load_encoder, load_model_config
 from mtrl.models.forward import Forward
 from mtrl.models.value_head import load_value_model

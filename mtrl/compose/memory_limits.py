@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
 from mtrl.compose import algorithm
 from mtrl.compose.critic_worker import critic_path
 from mtrl.config import Config
+from mtrl.memory.pass_sizes import PassSizes, fit_passes
 from mtrl.memory.plan import Plan, list_savings
-from mtrl.memory.preflight import ADAM_STATES, DOES_NOT_FIT, DoesNotFit, Limits, half_pass_tokens, preflight
+from mtrl.memory.preflight import ADAM_STATES, Limits, preflight
 from mtrl.memory.shard_sizes import Split
 from mtrl.models.families import load_model_config
 from mtrl.models.forward import Forward
 from mtrl.models.model_size import reward_model_parameters
 from mtrl.protocols import Generator
-from mtrl.training.interrupt import say_at_once
 from mtrl.types import Needs
-from mtrl.utils.errors import PassesCut
+from mtrl.utils.terminal import say_at_once
 from mtrl.workers.learner import Learner
 
 GIB = 2**30
@@ -138,56 +133,7 @@ def preflight_on_gpu(
         say_at_once(f"memory at the limits: {phases}")
 
 
-@dataclass(frozen=True)
-class PassSizes:
-    """The maximum size of a pass of each learner, in a file in the run directory: a rank that runs out of memory writes
-    it before all ranks end, and all read it when they restart."""
-
-    file: Path
-
-    def write(self, name: str, size: int) -> None:
-        """Store the new maximum; if several ranks write at once, any of them may win."""
-        temporary = self.file.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
-        temporary.write_text(json.dumps(self._read() | {name: size}))
-        temporary.replace(self.file)
-
-    def apply(self, learner: Learner) -> None:
-        """Limit the learner to the size found by earlier attempts, and have it write smaller ones here."""
-        learner.cut_to, learner.keep_cut = self._read().get(learner.name, 0), partial(self.write, learner.name)
-
-    def _read(self) -> dict[str, int]:
-        return json.loads(self.file.read_text()) if self.file.exists() else {}
-
-
 def is_sized_by_memory(config: Config) -> bool:
     """Whether the size of a pass follows from the memory of the device."""
     actor = config.worker.actor
     return actor.dynamic_batching and actor.tokens_per_micro_batch is None
-
-
-def fit_passes(
-    run_once: Callable[[Limits], dict[str, int]],
-    limits: Limits,
-    policy: Forward,
-    learners: Sequence[Learner],
-    pass_sizes: PassSizes | None = None,
-) -> dict[str, int]:
-    """Halve the passes, and those of the learners, until they fit; return their peak memory. Raise if no size fits, or
-    without learners. Ranks cannot continue after a failed pass: they store the size in `pass_sizes` and end."""
-    while True:
-        try:
-            return run_once(limits)
-        except DoesNotFit as error:
-            tokens = half_pass_tokens(limits, policy.encoder, error.phase) if learners else None
-            if tokens is None:
-                raise
-            phase = error.phase
-        message = f"{DOES_NOT_FIT[phase]} in passes of this size: they are reduced to {tokens:,} tokens"
-        if pass_sizes is not None:
-            for learner in learners:
-                pass_sizes.write(learner.name, tokens)
-            raise PassesCut(f"memory: {message}; ")
-        say_at_once(message)
-        limits = limits.within(tokens)
-        for learner in learners:
-            learner.cut_to = tokens

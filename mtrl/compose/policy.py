@@ -15,15 +15,15 @@ from mtrl.algorithms.advantages import Estimator
 from mtrl.algorithms.credit import Rule
 from mtrl.checkpoint.folder_store import write_folder
 from mtrl.compose import algorithm
-from mtrl.compose.compile_cache import set_compile_cache
-from mtrl.compose.hub import check_model_available
 from mtrl.config import Config, ConfigError
 from mtrl.data.cache import default_cache_dir
+from mtrl.data.hub import check_model_available
 from mtrl.data.templates import read_template
 from mtrl.embedded.embedded_rows import MODELS
 from mtrl.models.activation_checkpointing import enable_activation_checkpointing
 from mtrl.models.adapters import add_adapters, base_path, has_adapters, is_adapter, quantize_base, reset_adapters
 from mtrl.models.backbone import Backbone
+from mtrl.models.compile_cache import set_compile_cache
 from mtrl.models.families import TextEncoder, encoder_files, load_encoder, register_family
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import DTYPES, load_model
@@ -34,11 +34,11 @@ from mtrl.protocols import Generator, VideoSettings
 from mtrl.rollout.decode.engine import explain_unsupported_model, make_fastest_generator
 from mtrl.rollout.lifecycle import EngineLifecycle
 from mtrl.training.algorithm_spec import AlgorithmSpec
-from mtrl.training.interrupt import say_at_once
 from mtrl.training.resume import check_undamaged
 from mtrl.types import VIEWS, pick
 from mtrl.utils.plugin_registry import Registry
 from mtrl.utils.plugins import PluginError, load_user_object
+from mtrl.utils.terminal import say_at_once
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.offload import OffloadedTensors
 from mtrl.workers.reference import Reference

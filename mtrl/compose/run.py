@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,10 @@ from mtrl.compose.policy import (
     uses_own_attention,
 )
 from mtrl.compose.reward_scorer import build_scorer, warn_about_unmatched_answers
-from mtrl.compose.threads import set_threads
 from mtrl.compose.trackers import build_store, build_trackers
-from mtrl.compose.unsupported import check_supported, uses_several_processes
 from mtrl.config import Config, ConfigError, load_config, read_overrides, to_yaml
 from mtrl.config.paths import PYTHON_PREFIX
-from mtrl.data import DataError
+from mtrl.config.unsupported import check_supported, uses_several_processes
 from mtrl.embedded.embedded_rows import CONFIG_FILE, CONFIG_FILES, packaged_config
 from mtrl.models.perturb import PERTURBATIONS
 from mtrl.models.state_dicts import exported_weights
@@ -41,84 +38,20 @@ from mtrl.tracking.run_files import read_history
 from mtrl.tracking.several import Trackers
 from mtrl.tracking.table import flatten_rates
 from mtrl.training.algorithm_spec import AlgorithmSpec
-from mtrl.training.interrupt import Interrupt, say_at_once
+from mtrl.training.interrupt import Interrupt
 from mtrl.training.loop import Components, Loop
-from mtrl.training.resume import Start, check_same_configuration, claim, find_start, fitting_state, restoring
+from mtrl.training.resumable_run import Run
+from mtrl.training.resume import check_same_configuration, claim, find_start, fitting_state, restoring
+from mtrl.training.threads import set_threads
 from mtrl.training.validation import OnBatch, Result
 from mtrl.types import Weights
-from mtrl.utils.errors import Diverged, PassesCut, RankLost, RunError, explain_os_errors
-from mtrl.utils.machine import started_by_torchrun
+from mtrl.utils.errors import explain_os_errors
 from mtrl.workers.reference import SyncedReference
 
 logger = logging.getLogger(__name__)
 
 SCENES = CONFIG_FILES["scenes"]
 Reward = Callable[..., Any] | str  # a function, or its name
-
-
-@dataclass
-class Run:
-    """A run that is ready to train."""
-
-    config: Config
-    directory: Path
-    id: str  # the same for every attempt of the run
-    start: Start
-    loop: Loop
-    interrupt: Interrupt
-    closing: ExitStack  # closes everything the run has opened
-    preflight: Callable[[], object] = lambda: None  # runs the passes at their maximum size, before the first step
-    loaded: LoadedModel | None = None  # the trained model, which outlives the run
-
-    def train(self) -> None:
-        """Train to the last step. On a signal, save after the current step and raise what the signal would have raised:
-        KeyboardInterrupt or SystemExit."""
-        with self.closing, _data_errors_as_run_errors():
-            if self.config.training.val_only:
-                self.loop.validate()
-                return
-            self.preflight()
-            with self.interrupt, self._save_on_error():
-                self.loop.run()
-                self.loop.components.store.close()
-        if self.interrupt.asked():
-            self._report_saved()
-            self.interrupt.leave()
-
-    @contextmanager
-    def _save_on_error(self) -> Iterator[None]:
-        """On an error, save the last complete step, unless an update has begun to change the weights."""
-        try:
-            yield
-        except Diverged:
-            raise  # these weights are useless; resume from an earlier checkpoint
-        except Exception:
-            if self.loop.whole is not None and self.loop.saved < self.loop.done:
-                self._save_last_step()
-            raise
-
-    def _save_last_step(self) -> None:
-        try:
-            self.loop.save()
-            self.loop.components.store.close()
-        except Exception as error:  # the error that ended the run is more important
-            logger.warning("step %d could not be saved: %s", self.loop.done, error)
-        else:
-            self._report_saved()
-
-    def _report_saved(self) -> None:
-        name = self.config.training.experiment_name  # needed to resume: `mtrl demo` chooses a new one each time
-        resume = f"the same command resumes from there, with training.experiment_name={name}"
-        say_at_once(f"saved after step {self.loop.done} in {self.directory}; {resume}")
-
-
-@contextmanager
-def _data_errors_as_run_errors() -> Iterator[None]:
-    """Users can repair unreadable data, so it is reported without a traceback."""
-    try:
-        yield
-    except DataError as error:
-        raise RunError(str(error)) from error
 
 
 def configure(file: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Config, Path | None]:
@@ -226,27 +159,6 @@ def build(
         preflight = partial(workers.preflight, start.checkpoint is not None)
         opened = closing.pop_all()
         return Run(config, directory.path, directory.id, start, loop, interrupt, opened, preflight, loaded)
-
-
-def train_with_restarts(config: Config, begin: Callable[[Config], Run]) -> Run:
-    """Train to the end. A run that loses a process restarts from its last checkpoint, `training.max_restarts` times; a
-    run whose passes were reduced restarts as often as needed."""
-    left = config.training.max_restarts
-    while True:
-        try:
-            run = begin(config)
-            run.train()
-            return run
-        except PassesCut as error:
-            if started_by_torchrun():  # which ends all processes and restarts them
-                raise RunError(f"{error}the same command resumes from the last checkpoint") from error
-            say_at_once(f"{error}the run resumes from its last checkpoint")
-        except RankLost as error:
-            if not left:
-                raise
-            say_at_once(f"{error}the run resumes from its last checkpoint ({left} more restarts)")
-            left -= 1
-        config = replace(config, training=replace(config.training, fresh=False))  # its directory exists now
 
 
 def build_local_workers(

@@ -10,13 +10,13 @@ from typing import Any
 
 from mtrl.checkpoint.folder_store import list_checkpoints
 from mtrl.compose import algorithm
-from mtrl.compose.hub import use_cache_if_offline
 from mtrl.config import Config, ConfigError
 from mtrl.config.paths import PYTHON_PREFIX
 from mtrl.data import Dataset, DataSettings, DataSource, RowList, Sampler, open_dataset, open_sources
 from mtrl.data.arrow import DatasetRows, is_dataset
 from mtrl.data.cache import DiskCache
 from mtrl.data.columns import inspect_columns
+from mtrl.data.hub import use_cache_if_offline
 from mtrl.data.workers import worker_count
 from mtrl.embedded.embedded_rows import TASKS, embedded_rows
 from mtrl.protocols import PromptEncoder

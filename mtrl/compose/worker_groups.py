@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from mtrl.compose import algorithm
 from mtrl.compose.critic_worker import build_critic, critic_path, load_critic
-from mtrl.compose.hub import check_model_available
-from mtrl.compose.memory_limits import PassSizes, preflight_on_gpu
+from mtrl.compose.memory_limits import preflight_on_gpu
 from mtrl.compose.policy import (
     base_dtype,
     build_actor,
@@ -29,6 +28,7 @@ from mtrl.compose.policy import (
 )
 from mtrl.compose.reward_scorer import build_reward_model
 from mtrl.config import Config, ConfigError
+from mtrl.data.hub import check_model_available
 from mtrl.distributed.dedicated_engines import SENDER, DedicatedEngine, DedicatedGenerator, Receive, WeightSender
 from mtrl.distributed.generator_proxy import ENGINE, DistributedGenerator, EngineHandle
 from mtrl.distributed.learner_proxy import (
@@ -39,6 +39,7 @@ from mtrl.distributed.learner_proxy import (
 )
 from mtrl.distributed.remote_proxy import RemoteProxy
 from mtrl.distributed.torchrun_group import TorchrunWorkerGroup, join_ranks, serve
+from mtrl.memory.pass_sizes import PassSizes
 from mtrl.models.adapters import base_path, has_adapters, inject_adapters
 from mtrl.models.backbone import Backbone, explain_no_sequence_parallel
 from mtrl.models.families import TextEncoder, load_model_config

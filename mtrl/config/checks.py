@@ -1,6 +1,6 @@
 """Finds values that contradict each other, and values that are probably mistakes. No check changes the `Config`.
 
-Only combinations that can never work are errors here. Unsupported ones (compose/unsupported.py), and those that depend
+Only combinations that can never work are errors here. Unsupported ones (config/unsupported.py), and those that depend
 on the hardware, are reported when the run starts. A check is skipped if its feature is switched off.
 """
 

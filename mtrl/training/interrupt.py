@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
-from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from mtrl.utils.terminal import sanitize
+from mtrl.utils.terminal import say_at_once
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FINISHING = "finishing this step, then saving; Ctrl-C again to leave now, without saving"
@@ -56,9 +54,3 @@ class Interrupt:
             say_at_once(f"\n{signal.Signals(number).name}: {FINISHING}")
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
-
-
-def say_at_once(text: str) -> None:
-    """Write to stderr unbuffered: a signal may interrupt sys.stderr in the middle of a line."""
-    with suppress(OSError):  # stderr is closed
-        os.write(2, f"{sanitize(text)}\n".encode())

@@ -12,7 +12,6 @@ from typing import Any
 from mtrl.compose.policy import LoadedModel, save_checkpoint
 from mtrl.compose.run import (
     Reward,
-    Run,
     build,
     check_config,
     check_python_objects_given,
@@ -22,11 +21,11 @@ from mtrl.compose.run import (
     read_run_history,
     run_directory,
     to_metrics_row,
-    train_with_restarts,
 )
 from mtrl.compose.task_source import Rows
 from mtrl.config import Config, find_warnings
 from mtrl.protocols import Tracker
+from mtrl.training.resumable_run import Run, train_with_restarts
 from mtrl.training.trainer_arguments import (
     GIVEN_ROWS,
     checked_callbacks,

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 # Control characters except the line break, marks that reverse the writing direction, and surrogates (bytes of a file
@@ -22,6 +22,12 @@ def sanitize(text: str) -> str:
     red\\x1b[2J
     """
     return UNPRINTABLE.sub(lambda sign: repr(sign.group())[1:-1], text)
+
+
+def say_at_once(text: str) -> None:
+    """Write to stderr unbuffered: a signal may interrupt sys.stderr in the middle of a line."""
+    with suppress(OSError):  # stderr is closed
+        os.write(2, f"{sanitize(text)}\n".encode())
 
 
 class SanitizedStream:

@@ -8,7 +8,7 @@ from rank_helpers import run_ranks
 from sharded_helpers import LOSS, TEXT_AND_ONE_IMAGE, make_batches, make_worker
 from tiny_models import get_encoder
 
-from mtrl.compose.memory_limits import PassSizes
+from mtrl.memory.pass_sizes import PassSizes
 from mtrl.memory.preflight import Limits, preflight
 from mtrl.models.state_dicts import exported_weights
 from mtrl.types import Needs, Sampling

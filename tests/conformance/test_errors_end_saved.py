@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from run_helpers import read_metrics, same_end, tiny_run_files, tiny_settings
 
-from mtrl.compose.run import Run, build, configure
+from mtrl.compose.run import build, configure
 from mtrl.data.sampler import epoch_order
 from mtrl.protocols import Tracker
+from mtrl.training.resumable_run import Run
 from mtrl.utils.errors import Diverged, RunError
 
 ROWS, STEPS, BATCH, SEED = 6, 4, 2, 42

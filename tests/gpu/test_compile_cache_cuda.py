@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from mtrl.compose.compile_cache import INDUCTOR, TRITON
+from mtrl.models.compile_cache import INDUCTOR, TRITON
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

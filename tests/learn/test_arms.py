@@ -30,7 +30,7 @@ from arm import AIMS
 from run_helpers import get_run_dir, read_metrics, read_tensors
 
 from mtrl.compose.run import configure
-from mtrl.compose.unsupported import find_unsupported
+from mtrl.config.unsupported import find_unsupported
 
 pytestmark = pytest.mark.soak
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch._inductor.runtime import cache_dir_utils as of_torch
 
-from mtrl.compose.compile_cache import INDUCTOR, TRITON, set_compile_cache
+from mtrl.models.compile_cache import INDUCTOR, TRITON, set_compile_cache
 
 
 @pytest.fixture(autouse=True)

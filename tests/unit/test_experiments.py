@@ -11,9 +11,9 @@ import torch
 
 from mtrl.compose.algorithm import make_reward_schedule
 from mtrl.compose.run import build
-from mtrl.compose.unsupported import find_unsupported
 from mtrl.config import load_config
 from mtrl.config.tree import known_leaves
+from mtrl.config.unsupported import find_unsupported
 from mtrl.tracking.jsonl import read_rows
 
 HOME = Path(__file__).resolve().parents[2] / "mtrl/configs/experiments"

@@ -9,8 +9,8 @@ import pytest
 from view_helpers import make_step
 
 from mtrl.compose.trackers import build_trackers
-from mtrl.compose.unsupported import LOGGERS, find_missing_libraries
 from mtrl.config import load_config
+from mtrl.config.unsupported import LOGGERS, find_missing_libraries
 from mtrl.tracking import feed as feeds
 from mtrl.tracking.feed import LoggerFeed, RunInfo
 from mtrl.tracking.sinks import SINKS, as_markdown, get_run_id
@@ -227,7 +227,7 @@ def test_every_logger_that_is_built_has_a_sink():
 
 
 def test_a_logger_that_is_not_installed_is_reported_at_the_start(monkeypatch):
-    monkeypatch.setattr("mtrl.compose.unsupported.find_spec", lambda name: None if name == "wandb" else name)
+    monkeypatch.setattr("mtrl.config.unsupported.find_spec", lambda name: None if name == "wandb" else name)
     config = load_config(None, {"training.logger": ("console", "wandb", "tensorboard")})
     assert find_missing_libraries(config) == ["training.logger: wandb is not installed; pip install wandb"]
 

@@ -10,11 +10,11 @@ import torch
 from loop_helpers import PROMPTS, REFERENCE, FakeReference, FakeScorer, FakeSyncedReference, loop, make_validation
 
 from mtrl.algorithms.divergence import Divergence
-from mtrl.compose.run import Run
 from mtrl.config import load_config
 from mtrl.data import DataError
 from mtrl.training.clock import Clock
 from mtrl.training.interrupt import Interrupt
+from mtrl.training.resumable_run import Run
 from mtrl.training.resume import Start
 from mtrl.utils.errors import RunError
 
@@ -284,7 +284,7 @@ def test_a_reference_is_synced_and_saved():
 def test_a_fixed_coefficient_is_the_configurations():
     made = loop(reference=FakeReference(None, ref_logprobs=REFERENCE), divergence=Divergence("abs", 0.5))
     made.restore(Path("1"), {"step": 1, "source": {"next": 0}, "divergence_coef": 0.9})
-    assert made.divergence.coef == 0.5
+    assert made.divergence.divergence_coef == 0.5
 
 
 def test_a_best_validation_is_saved_at_any_step():

@@ -100,7 +100,7 @@ def test_full_divergence_as_a_loss(adaptive):
     close(get_advantages(made), [0.5, -0.5, 1, -1])
     row = made.adapt(Experience(six_rows()[0], None, Signals(**{k: torch.full((6, 4), 0.2) for k in brought})))
     assert ("actor/reference_kl" in row) is adaptive and "actor/kl_coef" in row
-    assert (made.divergence.coef > 0.5) is adaptive
+    assert (made.divergence.divergence_coef > 0.5) is adaptive
 
 
 def test_the_adaptive_coefficient():
@@ -120,7 +120,7 @@ def test_the_adaptive_coefficient():
 def test_a_fixed_coefficient_stays():
     made = loop(reference=FakeReference(None, ref_logprobs=REFERENCE), divergence=Divergence("abs", 0.5), total_steps=2)
     made.run()
-    assert made.divergence.coef == 0.5
+    assert made.divergence.divergence_coef == 0.5
 
 
 # ----------------------------------------------------------------------------------------------- advantages and credit
@@ -217,8 +217,8 @@ def test_the_loop_keys_the_order_by_seed_and_step(monkeypatch):
         ({"loss_type": "grpo"}, 1, [1 / 12, 1 / 12, 0, 0]),  # six responses, two tokens
         ({"loss_type": "dr_grpo"}, 1, [1 / 48, 1 / 48, 0, 0]),  # max_response_length is 8
         ({"loss_type": "dapo"}, 1, [1 / 13, 1 / 13, 0, 0]),
-        ({"mask_truncated": True}, 3, [0, 0, 0, 0]),
-        ({"mask_truncated": True}, 1, [1 / 9, 1 / 9, 0, 0]),  # without the four tokens of row 3
+        ({"mask_truncated_responses": True}, 3, [0, 0, 0, 0]),
+        ({"mask_truncated_responses": True}, 1, [1 / 9, 1 / 9, 0, 0]),  # without the four tokens of row 3
     ],
 )
 def test_weights_by_hand(changes, row, expected):

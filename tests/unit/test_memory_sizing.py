@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 from tiny_models import checkpoint, get_encoder
 
-from mtrl.compose.memory_limits import fit_passes, is_sized_by_memory
+from mtrl.compose.memory_limits import is_sized_by_memory
 from mtrl.config import load_config
 from mtrl.memory.estimate import estimate, shrink_to_fit
+from mtrl.memory.pass_sizes import fit_passes
 from mtrl.memory.plan import Plan
 from mtrl.memory.preflight import DoesNotFit, Limits, half_pass_tokens
 from mtrl.models.families import load_model_config

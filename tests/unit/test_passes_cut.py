@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 from tiny_models import get_encoder
 
-from mtrl.compose.memory_limits import PassSizes, fit_passes
-from mtrl.compose.run import train_with_restarts
 from mtrl.config import load_config
+from mtrl.memory.pass_sizes import PassSizes, fit_passes
 from mtrl.memory.preflight import DoesNotFit, Limits
+from mtrl.training.resumable_run import train_with_restarts
 from mtrl.types import Needs, Sampling
 from mtrl.utils.errors import PassesCut, RankLost, RunError
 from mtrl.workers.micro_batches import MicroBatching

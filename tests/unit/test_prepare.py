@@ -214,7 +214,7 @@ def test_by_its_id_on_the_hub(tmp_path, capsys, monkeypatch):
         return datasets.Dataset(pq.read_table(file))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr("mtrl.compose.hub.connection_error", lambda: None)
+    monkeypatch.setattr("mtrl.data.hub.connection_error", lambda: None)
     assert prepared(capsys, "mmmu-pro", "--subset", 2)["rows"] == {"test": 4}
     assert asked == [("MMMU/MMMU_Pro", f"standard ({options} options)", "test") for options in (4, 10)]
 

@@ -11,10 +11,10 @@ from benchmarks.update_size import update_norms
 from mtrl.algorithms.credit.registry import RULES
 from mtrl.algorithms.credit.shuffled import Shuffled
 from mtrl.compose.algorithm import make_credit_rules, make_reward_schedule
-from mtrl.compose.unsupported import find_unsupported
 from mtrl.config import load_config
 from mtrl.config.packaged import CONFIG_DIR
 from mtrl.config.tree import known_leaves
+from mtrl.config.unsupported import find_unsupported
 
 ROOT = Path(__file__).resolve().parents[2]
 ARMS = sorted(path.stem for path in (CONFIG_DIR / "study").glob("*.yaml"))

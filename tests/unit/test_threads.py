@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mtrl.compose import threads
-from mtrl.compose.threads import FILE, choose_threads, set_threads
+from mtrl.training.threads import FILE, choose_threads, set_threads
 from mtrl.utils import machine
 
 

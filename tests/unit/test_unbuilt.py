@@ -10,9 +10,9 @@ import pytest
 import mtrl
 from mtrl.algorithms.advantages import ESTIMATORS
 from mtrl.algorithms.losses import POLICY_LOSSES
-from mtrl.compose.unsupported import check_supported, find_unsupported
 from mtrl.config import Config, ConfigError, load_config
 from mtrl.config.tree import known_leaves
+from mtrl.config.unsupported import check_supported, find_unsupported
 from mtrl.data import DataSettings
 from mtrl.embedded.embedded_rows import CONFIG_FILE
 from mtrl.rewards.builtin_names import REWARDS
@@ -80,7 +80,7 @@ def test_each_switch_alone_is_an_error_that_names_it(named):
 
 def test_every_refusal_is_tried_above():
     """As many conditions as `find_unsupported` has."""
-    source = ast.parse((PACKAGE / "compose/unsupported.py").read_text())
+    source = ast.parse((PACKAGE / "config/unsupported.py").read_text())
     switches = next(node for node in ast.walk(source) if isinstance(node, ast.Dict))
     texts = [ast.unparse(switch).strip("f'\"").partition(";")[0].partition("{")[0] for switch in switches.keys]
     said = "\n".join(line for overrides in REFUSED.values() for line in find_unsupported(load_config(None, overrides)))
@@ -89,7 +89,7 @@ def test_every_refusal_is_tried_above():
 
 
 def test_all_algorithms_are_supported():
-    assert "optimization" not in (PACKAGE / "compose/unsupported.py").read_text()
+    assert "optimization" not in (PACKAGE / "config/unsupported.py").read_text()
 
 
 def test_several_are_reported_together():
@@ -140,7 +140,7 @@ def test_supported_settings_are_no_error(overrides):
 
 
 def test_adapters_without_their_library_are_an_error_that_names_the_package(monkeypatch):
-    monkeypatch.setattr("mtrl.compose.unsupported.find_spec", lambda name: None)
+    monkeypatch.setattr("mtrl.config.unsupported.find_spec", lambda name: None)
     check_supported(Config())
     with pytest.raises(ConfigError, match=r"peft_type: adapters need the library peft; pip install 'mtrl\[lora\]'"):
         check_supported(load_config(None, {"worker.actor.model.peft_type": "lora"}))
@@ -155,11 +155,11 @@ def test_adapters_without_their_library_are_an_error_that_names_the_package(monk
     ],
 )
 def test_settings_that_need_bitsandbytes_name_the_package(overrides, message, monkeypatch):
-    monkeypatch.setattr("mtrl.compose.unsupported.find_spec", lambda name: None if name == "bitsandbytes" else name)
+    monkeypatch.setattr("mtrl.config.unsupported.find_spec", lambda name: None if name == "bitsandbytes" else name)
     how = r"needs the library bitsandbytes; pip install 'mtrl\[qlora\]', or use"
     with pytest.raises(ConfigError, match=f"{message} {how}"):
         check_supported(load_config(None, overrides))
-    monkeypatch.setattr("mtrl.compose.unsupported.find_spec", lambda name: name)
+    monkeypatch.setattr("mtrl.config.unsupported.find_spec", lambda name: name)
     check_supported(load_config(None, overrides))
 
 
@@ -169,10 +169,10 @@ def test_dedicated_engines_need_ray(monkeypatch):
     with pytest.raises(ConfigError, match=r"worker.hybrid_engine: false needs Ray, which starts .* without torchrun"):
         check_supported(apart)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    monkeypatch.setattr("mtrl.compose.unsupported.find_spec", lambda name: None if name == "ray" else name)
+    monkeypatch.setattr("mtrl.config.unsupported.find_spec", lambda name: None if name == "ray" else name)
     with pytest.raises(ConfigError, match="several processes need ray"):
         check_supported(apart)
-    monkeypatch.setattr("mtrl.compose.unsupported.find_spec", lambda name: name)
+    monkeypatch.setattr("mtrl.config.unsupported.find_spec", lambda name: name)
     check_supported(apart)
 
 

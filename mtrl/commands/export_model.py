@@ -16,10 +16,10 @@ from huggingface_hub.errors import HfHubHTTPError
 from mtrl.checkpoint.folder_store import SLACK, STATE, check_disk_space, checkpoint_step, write_folder
 from mtrl.checkpoint.learner_snapshot import OPTIMIZER_STATE
 from mtrl.checkpoint.manifest import MANIFEST, DamagedCheckpoint, check_manifest, sync_folder
-from mtrl.compose.hub import connection_error, is_model_id
 from mtrl.config import Config, ConfigError, load_config
 from mtrl.config.tree import known_leaves
 from mtrl.config.yaml_io import write_yaml
+from mtrl.data.hub import connection_error, is_model_id
 from mtrl.models.adapters import base_path, is_adapter
 from mtrl.models.load_model import load_model
 from mtrl.models.save_pretrained import is_vision_model, read_dtype, read_encoder_files, size_on_disk, write_model
