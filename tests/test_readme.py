@@ -12,6 +12,7 @@ from mtrl.embedded.embedded_rows import SIZES
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+CONFIGURATIONS = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
 
 
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
@@ -21,11 +22,13 @@ def test_python_examples_run(code, tmp_path, monkeypatch, few_rows):
     exec(compile(code, "README.md", "exec"), {})
 
 
-@pytest.mark.parametrize("text", re.findall(r"```yaml\n(.*?)```", README, re.DOTALL))
+@pytest.mark.parametrize("text", CONFIGURATIONS)
 def test_configurations_can_be_loaded(text, tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text(text)
-    assert load_config(file).worker.actor.model.model_path == "Qwen/Qwen2.5-VL-3B-Instruct"
+    (tmp_path / "run.yaml").write_text(CONFIGURATIONS[0])
+    (tmp_path / "own.yaml").write_text(text)
+    config = load_config(tmp_path / "own.yaml")
+    assert config.worker.actor.model.model_path == "Qwen/Qwen2.5-VL-3B-Instruct"
+    assert config.optimization.enable_perception_filtering is (text != CONFIGURATIONS[0]), "plain, then with credit"
 
 
 def test_rooms_in_contributing_are_those_of_the_package():
