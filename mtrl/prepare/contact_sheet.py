@@ -8,7 +8,6 @@ from heapq import nsmallest
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from PIL import Image, ImageDraw, ImageFont
 
 from mtrl.data.cache import atomic_write
@@ -21,32 +20,20 @@ CELL_WIDTH, CELL_HEIGHT, IMAGE_HEIGHT = 440, 430, 230  # pixels
 LINE_HEIGHT, LINE_CHARS = 16, 62
 
 
-def sample_rows(shards: Sequence[Path], seed: int) -> list[tuple[Path, dict[str, Any]]]:
+def sample_rows(shards: Sequence[Path], seed: int) -> list[dict[str, Any]]:
     """Select some rows by the seed and their ids alone."""
-    hashed = (
-        (stable_hash(f"sample:{seed}:{row['id']}"), number, index)
-        for number, shard in enumerate(shards)
-        for index, row in enumerate(ParquetTable([shard], str(shard)).scan(["id"]))
-    )
-    chosen = nsmallest(SAMPLES, hashed)
-    return [(shards[number].parent, _read_row(shards[number], index)) for _, number, index in chosen]
+    table = ParquetTable(shards, str(shards[0].parent.parent))
+    ids = enumerate(table.scan(["id"]))
+    chosen = nsmallest(SAMPLES, ((stable_hash(f"sample:{seed}:{row['id']}"), index) for index, row in ids))
+    return [next(table.scan(table.columns, index)) for _, index in chosen]
 
 
-def _read_row(shard: Path, index: int) -> dict[str, Any]:
-    file = pq.ParquetFile(shard)
-    for group in range(file.num_row_groups):
-        rows = file.metadata.row_group(group).num_rows
-        if index < rows:
-            return dict(file.read_row_group(group, use_threads=False).slice(index, 1).to_pylist()[0])
-        index -= rows
-    raise IndexError(index)
-
-
-def draw_sheet(samples: Sequence[tuple[Path, dict[str, Any]]], path: Path) -> None:
+def draw_sheet(samples: Sequence[dict[str, Any]], directory: Path, path: Path) -> None:
+    """Draw the rows; relative paths of their images start at `directory`."""
     lines = -(-len(samples) // COLUMNS)
     sheet = Image.new("RGB", (CELL_WIDTH * COLUMNS, max(1, CELL_HEIGHT * lines)), "white")
     font = ImageFont.load_default(13)
-    for index, (directory, row) in enumerate(samples):
+    for index, row in enumerate(samples):
         left, top = CELL_WIDTH * (index % COLUMNS), CELL_HEIGHT * (index // COLUMNS)
         _draw_images(sheet, row["images"], directory, left + 8, top + 8)
         draw = ImageDraw.Draw(sheet)

@@ -99,7 +99,7 @@ def finish(output: OutputFolder, selection: Selection, options: PrepareOptions) 
     journal, shards = output.journal, output.shards()
     if not shards:
         raise DataError(f"no row could be used: {'; '.join(journal.counts['skipped'])}")
-    draw_sheet(sample_rows(shards, options.seed), output.folder / "samples.png")
+    draw_sheet(sample_rows(shards, options.seed), shards[0].parent, output.folder / "samples.png")
     notes = [f"No row has {selection.unknown_ids:,} of the ids in the file."] if selection.unknown_ids else []
     with atomic_write(output.folder / "README.md") as out:
         out.write(render_card(options.title, journal, selection.left_out, selection.questions, notes).encode())
