@@ -136,7 +136,7 @@ def test_a_limit_of_the_system_on_files(tmp_path, capsys):
     assert main(["prepare", "aokvqa", str(hub), "--out", "whole"]) == 0
 
     def limited():
-        run.STRETCH_ROWS = 40
+        run.ROWS_PER_SHARD = 40  # a shard of more than 20 kB
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
         return main(["prepare", "aokvqa", str(hub), "--out", "cut"])
