@@ -14,6 +14,7 @@ from prepare_helpers import contents, read_rows
 from mtrl.cli import main
 from mtrl.config import load_config
 from mtrl.data import DataSettings, open_dataset
+from mtrl.prepare.shards import SCHEMA
 
 EXPERIMENTS = [f"experiment{number}" for number in range(1, 6)]
 
@@ -165,6 +166,29 @@ def test_merging_other_files_and_a_repeated_row(tmp_path, capsys):
     )
     said = prepared(capsys, "merge", "more.jsonl", "more.jsonl", "--val", 0, "--out", "a")
     assert said["rows"] == {"train": 6} and said["left_out"] == {"an earlier row has the same id": 6}
+
+
+def test_values_of_json_keep_their_types(tmp_path, capsys):
+    """`datasets` reads these dates as timestamps, and a column of a path and a list as text."""
+    image_rows(tmp_path, 2)
+    images = sorted(str(file) for file in tmp_path.rglob("*.png"))[:2]
+    rows = [
+        {"prompt": "<image>When?", "answer": "A", "options": ["2020-01-01", "2021-01-01"], "images": images[0]},
+        {"prompt": "<image><image>When?", "answer": "B", "options": ["2020-01-01", "2021-01-01"], "images": images},
+    ]
+    (tmp_path / "dates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepared(capsys, "merge", "dates.jsonl", "--val", 0, "--out", "a")
+    written = read_rows(tmp_path / "a")
+    assert [row["options"] for row in written] == [row["options"] for row in rows]
+    assert [len(row["images"]) for row in written] == [1, 2]
+
+
+def test_the_schema_is_that_of_datasets():
+    """It is written by hand, so that a local file is prepared without the library."""
+    text = datasets.Value("string")
+    lists = {"options": datasets.List(text), "images": datasets.List(datasets.Image())}
+    features = datasets.Features({name: lists.get(name, text) for name in SCHEMA.names})
+    assert SCHEMA.equals(features.arrow_schema, check_metadata=True)
 
 
 @pytest.mark.parametrize("storage", ["embed", pytest.param("paths", marks=pytest.mark.slow)])
