@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from functools import reduce
+from functools import cache, reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -125,10 +125,16 @@ def _validate_values(layers: dict[str, Any], where: Mapping[str, str], errors: l
     return values
 
 
+@cache
+def _type_hints(cls: Any) -> Mapping[str, Any]:
+    """Cached, since evaluating the annotations takes most of the time of a load."""
+    return get_type_hints(cls)
+
+
 def build_config(cls: type[Node], values: Mapping[str, Any], prefix: str = "") -> Node:
     """Build the tree from the values of some leaves; the others keep their defaults."""
     arguments = {}
-    for name, hint in get_type_hints(cls).items():
+    for name, hint in _type_hints(cls).items():  # type: ignore[arg-type]
         key = prefix + name
         if key in known_sections():
             arguments[name] = build_config(hint, values, key + ".")
