@@ -1,10 +1,11 @@
 """Small helpers for tests of the configuration."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mtrl.config import ConfigError, load_config
+from mtrl.config import Config, ConfigError, load_config
 
 
 def write(folder: Path, text: str) -> Path:
@@ -23,3 +24,11 @@ def only_error(*overrides: str) -> str:
     errors = get_errors(None, *overrides)
     assert len(errors) == 1, errors
     return errors[0]
+
+
+def get_value(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    node: Any = config
+    for name in key.split("."):
+        node = getattr(node, name)
+    return node
