@@ -71,7 +71,7 @@ def test_a_path_may_have_spaces(command, tmp_path, monkeypatch, capsys):
     assert "my data.jsonl" in capsys.readouterr().out
 
 
-def test_doctor_reports_an_output_folder_that_is_a_file(tmp_path, capsys, remembered_passes):
+def test_doctor_reports_an_output_folder_that_is_a_file(tmp_path, capsys, fake_passes):
     (tmp_path / "file").touch()
     assert main(["doctor", f"training.output_dir={tmp_path / 'file'}"]) == 2
     assert f"training.output_dir: {tmp_path / 'file'} cannot be written to" in capsys.readouterr().out

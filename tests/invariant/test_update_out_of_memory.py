@@ -11,6 +11,8 @@ from update_helpers import FULL_LOSS, check_equal, full_batch, learn, make_actor
 from mtrl.utils.errors import DeviceFull
 from mtrl.workers.micro_batches import MicroBatching
 
+pytestmark = pytest.mark.usefixtures("little_garbage")
+
 FAMILY = "qwen2_5_vl"
 
 

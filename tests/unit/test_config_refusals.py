@@ -412,7 +412,7 @@ def test_the_warning_about_small_steps_in_bf16_is_true():
         assert (weight.item() != before) == changed, size
 
 
-@pytest.mark.usefixtures("remembered_passes")
+@pytest.mark.usefixtures("fake_passes")
 @pytest.mark.parametrize("command", ["train", "doctor"])
 def test_commands_print_the_warnings(command, tmp_path, monkeypatch, capsys):
     """Before anything is built: here the run then fails, since the local engine does not support the setting."""

@@ -6,7 +6,7 @@ from data_helpers import picture_bytes, write_jsonl
 from mtrl.cli import main
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 
-pytestmark = pytest.mark.usefixtures("remembered_passes")
+pytestmark = pytest.mark.usefixtures("fake_passes")
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_damaged_image_is_decoded(run, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["run.yaml", "mtrl:zoo/tprl_full"])
-def test_data_of_a_configuration(run, name, capsys):
+def test_data_of_a_configuration(run, name, capsys, few_rows):
     run("data", GOOD)
     assert main(["data", name]) == 0
     assert "dataset.train_files: " in capsys.readouterr().out

@@ -147,7 +147,7 @@ def test_advice_comes_with_the_resulting_peak(capsys, monkeypatch):
     assert any("dataset.max_response_length=100" in way for way in ways)
 
 
-def test_a_gpu_that_is_not_here(capsys):
+def test_a_gpu_that_is_not_here(capsys, fake_passes):
     assert cli.main(["doctor", "--gpu", "80"]) == 0
     said = capsys.readouterr().out
     assert "of 80.00 GiB (a GPU of 80 GiB)" in said and "workspaces of cuBLAS" in said and "It can run there" in said

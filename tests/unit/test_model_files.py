@@ -13,7 +13,7 @@ from mtrl import cli
 from mtrl.models.families import load_encoder, load_model_config
 from mtrl.models.load_model import load_model
 
-pytestmark = pytest.mark.usefixtures("remembered_passes")
+pytestmark = pytest.mark.usefixtures("fake_passes")
 
 FAMILY = "qwen2_5_vl"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"

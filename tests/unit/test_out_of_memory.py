@@ -17,6 +17,8 @@ from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
 from mtrl.utils.errors import DeviceFull
 
+pytestmark = pytest.mark.usefixtures("little_garbage")
+
 FAMILY = "qwen2_5_vl"
 SAMPLING = Sampling(n=6, max_new_tokens=3)  # 24 responses to 4 prompts
 ENGINES = {
