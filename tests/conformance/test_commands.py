@@ -1,7 +1,9 @@
 """The commands as a user types them, on the embedded model."""
 
 import json
-import subprocess
+import multiprocessing
+import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -13,6 +15,8 @@ import mtrl
 from mtrl.cli import main
 from mtrl.config import ConfigError, load_config
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY, ZooRows
+from mtrl.report.run_curves import draw_runs
+from mtrl.tracking import curve
 from mtrl.tracking.jsonl import read_rows
 
 SMALL = [
@@ -46,18 +50,31 @@ def questions(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, questions) -> Path:
-    """One short training run through the documented module entry, in a separate process."""
+    """One short training run through the documented module entry, in a fork with its own streams."""
     output = tmp_path_factory.mktemp("outputs")
-    command = [sys.executable, "-m", "mtrl.training.training_main", *SMALL, questions]
-    command += [f"training.output_dir={output}", "training.max_steps=2", "training.val_freq=1"]
-    finished = subprocess.run(command, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    assert "zoo.yaml" in finished.stderr, "the use of the packaged config must be reported"
-    assert "steps: 2, each 4 prompts x 4 responses of at most" in finished.stderr
-    assert "step 2/2" in finished.stderr and "ETA" in finished.stderr
+    arguments = [*SMALL, questions, f"training.output_dir={output}", "training.max_steps=2", "training.val_freq=1"]
+    out, err = output / "stdout", output / "stderr"
+    process = multiprocessing.get_context("fork").Process(target=run_module, args=(arguments, out, err))
+    process.start()
+    process.join()
+    log, messages = out.read_text(), err.read_text()
+    assert process.exitcode == 0, messages
+    assert "zoo.yaml" in messages, "the use of the packaged config must be reported"
+    assert "steps: 2, each 4 prompts x 4 responses of at most" in messages
+    assert "step 2/2" in messages and "ETA" in messages
     for line in ("steps: 2, each 4 prompts", "step 2/2  ETA", "validation at step 2", "finished at step 2 of 2"):
-        assert finished.stdout.count(line) == 1, "stdout is a separate log here and has everything once"
+        assert log.count(line) == 1, "stdout is a separate log here and has everything once"
     return output / "mtrl" / "zoo"
+
+
+def run_module(arguments: list[str], out: Path, err: Path) -> None:
+    """`python -m mtrl.training.training_main`, with its curve and its streams redirected to files."""
+    curve.draw_runs = draw_runs  # other tests of this folder draw none
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    sys.argv[1:] = arguments
+    runpy.run_module("mtrl.training.training_main", run_name="__main__")
 
 
 def test_a_run_leaves_its_files(run):

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections import Counter, defaultdict
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -52,8 +53,13 @@ def engine(backbone, encoder):
     return LocalGenerator(backbone, encoder)
 
 
+@cache
+def question_at(split, index):
+    return make_question(split, index)
+
+
 def questions_of_the_test(count):
-    return [make_question("test", index) for index in range(count)]
+    return [question_at("test", index) for index in range(count)]
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +156,7 @@ def test_without_the_image_accuracy_is_at_chance_on_all_test_questions(engine, e
 def test_splits_share_no_layout_and_no_picture():
     layouts, pictures = {}, {}
     for split in ("train", "validation", "test"):
-        made = [make_question(split, index) for index in range(1500)]
+        made = [question_at(split, index) for index in range(1500)]
         layouts[split] = {frozenset((i.place, i.colour, i.shape) for i in question.items) for question in made}
         pictures[split] = {hashlib.sha256(question.image.tobytes()).digest() for question in made[:200]}
         assert len(pictures[split]) == 200, "no picture occurs twice"
@@ -160,7 +166,7 @@ def test_splits_share_no_layout_and_no_picture():
 
 def test_every_question_is_fair():
     """Four different options, one of them right, and the picture is one that answers: what it shows is what counts."""
-    for question in (make_question("train", index) for index in range(2000)):
+    for question in (question_at("train", index) for index in range(2000)):
         items = {item.place: item for item in question.items}
         assert len(items) == len(question.items) == question.level + 1 and 1 <= question.level <= 3
         assert len(set(question.options)) == 4 and set(question.options) <= set(VALUES[question.kind])
@@ -187,7 +193,7 @@ def looked_up(question):
 def test_the_text_alone_is_worth_a_quarter():
     """The best guess from what the text says, learned on 7,500 training questions, tried on 2,500 others and on the
     test: 1/4 within four standard errors, whatever part of the text one looks at."""
-    train = [make_question("train", index) for index in range(10_000)]
+    train = [question_at("train", index) for index in range(10_000)]
     result = {
         "kind": lambda q: q.kind,
         "kind and options": lambda q: (q.kind, frozenset(q.options)),

@@ -12,7 +12,7 @@ from tiny_models import checkpoint
 
 from mtrl import cli
 from mtrl.commands.attention import MOST_DRAWN, choose_tokens, default_report_dir, find_token, split_by_image
-from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
+from mtrl.embedded.embedded_rows import MODEL_DIRECTORY, SIZES
 from mtrl.report.attention_page import AttentionSample, make_overview, write_report
 from mtrl.report.heat_map import STRONGEST, ImageAttention, bleach, draw_heat_maps, heat_maps
 from mtrl.types import SEGMENTS
@@ -147,7 +147,14 @@ def test_where_the_report_goes(tmp_path):
 
 
 # -------------------------------------------------------------------------------------------------------------- command
-def test_the_command(tmp_path, capsys):
+@pytest.fixture
+def few_questions(monkeypatch):
+    """The command reads all rows of its data before it draws the first."""
+    for split in ("validation", "test"):
+        monkeypatch.setitem(SIZES, split, 16)
+
+
+def test_the_command(tmp_path, capsys, few_questions):
     words = ["attention", str(MODEL_DIRECTORY), "--samples", "1", "--out", str(tmp_path / "out"), "--data", "zoo@test"]
     assert cli.main(words) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -164,7 +171,7 @@ def test_the_command(tmp_path, capsys):
         assert len(np.unique(colours, axis=0)) > 20, "something is drawn"
 
 
-def test_the_requested_tokens_are_drawn(tmp_path):
+def test_the_requested_tokens_are_drawn(tmp_path, few_questions):
     words = ["attention", str(MODEL_DIRECTORY), "--samples", "1", "--tokens", "0,-1", "--out", str(tmp_path)]
     assert cli.main(words) == 0
     first, last = sorted(path.name for path in (tmp_path / "pictures").iterdir())

@@ -5,13 +5,14 @@ from functools import partial
 import pytest
 import torch
 from tiny_models import fresh_backbone
-from torch._dynamo.testing import CompileCounter
 
 from mtrl.models import patches
 
 
 @pytest.fixture
 def seen(monkeypatch):
+    from torch._dynamo.testing import CompileCounter  # here, since it takes a second
+
     counter, real = CompileCounter(), torch.compile
     monkeypatch.setattr(torch, "compile", partial(real, backend=counter))
     patches.compile_function.cache_clear()

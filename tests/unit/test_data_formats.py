@@ -4,7 +4,6 @@ import io
 import json
 import tarfile
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -85,6 +84,8 @@ def sharegpt(folder):
 def saved_to_disk(folder):
     columns = {"problem": [each["prompt"] for each in QUESTIONS], "answer": [each["answer"] for each in QUESTIONS]}
     columns["images"] = [[each["images"][0]] for each in QUESTIONS]
+    import datasets  # here, since it takes a second
+
     made = datasets.Dataset.from_dict(columns).cast_column("images", datasets.List(datasets.Image()))
     made.save_to_disk(folder / "saved")
     return folder / "saved"

@@ -67,10 +67,10 @@ def test_valid_data_is_no_error(tmp_path, caplog, rows):
     assert len(opened(rows, tmp_path)) == len(rows) and not caplog.messages
 
 
-def test_the_embedded_task_is_fine(tmp_path, caplog):
-    dataset = open_dataset(open_data_sources("zoo@test", "test"), DataSettings(), FakeEncoder(), cache_dir=tmp_path,
+def test_the_embedded_task_is_fine(tmp_path, caplog, few_rows):
+    dataset = open_dataset(open_data_sources("zoo@train", "train"), DataSettings(), FakeEncoder(), cache_dir=tmp_path,
                            answer_rewards=["accuracy"])  # fmt: skip
-    assert len(dataset) == 1000 and not caplog.messages
+    assert len(dataset) == 64 and not caplog.messages
 
 
 def test_marks_without_media_name_the_column_that_would_help(tmp_path):

@@ -224,11 +224,13 @@ def test_packed_on_a_gpu_no_matrix_is_counted(family, tmp_path):
     """If the target packs sequences, no memory of the pass grows with the square of its length."""
     config = load_model_config(str(make_tiny_checkpoint(tmp_path, family)))
     once, twice = (
-        estimate(config, Plan(replace(LIMITS, probe=MicroBatching(rows=8), prompt_tokens=tokens), packed=True))
+        estimate(
+            config, Plan(replace(LIMITS, probe=MicroBatching(rows=8), prompt_tokens=tokens), packed=True), ["probe"]
+        )
         for tokens in (2000, 4000)
     )
     assert sum_phase(twice, "probe") < 2.1 * sum_phase(once, "probe")
-    dense = estimate(config, Plan(replace(LIMITS, probe=MicroBatching(rows=8), prompt_tokens=4000)))
+    dense = estimate(config, Plan(replace(LIMITS, probe=MicroBatching(rows=8), prompt_tokens=4000)), ["probe"])
     assert sum_phase(dense, "probe") > 2 * sum_phase(twice, "probe")
 
 

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from tiny_models import VISION_FAMILIES, checkpoint
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLMLP
 
@@ -198,6 +197,8 @@ def test_the_padded_function_is_compiled(monkeypatch):
 
 def test_it_compiles_as_one_graph_for_all_layers_and_lengths(monkeypatch):
     torch._dynamo.reset()
+    from torch._dynamo.testing import CompileCounterWithBackend  # here, since it takes a second
+
     counter = CompileCounterWithBackend("aot_eager")
     function = torch.compile(padded_mlp, backend=counter, dynamic=True, fullgraph=True)
     monkeypatch.setattr(patches, "compile_function", lambda *_: function)

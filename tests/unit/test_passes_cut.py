@@ -15,7 +15,6 @@ from mtrl.types import Needs, Sampling
 from mtrl.utils.errors import PassesCut, RankLost, RunError
 from mtrl.workers.micro_batches import MicroBatching
 
-POLICY = SimpleNamespace(encoder=get_encoder("qwen2"))
 LIMITS = Limits(
     prompts=8, prompts_per_update=4, sampling=Sampling(n=8, max_new_tokens=16), prompt_tokens=90, max_pixels=56**2,
     update=MicroBatching(at_least=1000), probe=MicroBatching(4000), needs=Needs("old_logprobs"),
@@ -36,7 +35,8 @@ def attempt(pass_sizes, room):
         return {"update": 1}
 
     cut = learners[0].cut_to
-    fit_passes(run_once, LIMITS.within(cut) if cut else LIMITS, POLICY, learners, pass_sizes)
+    policy = SimpleNamespace(encoder=get_encoder("qwen2"))
+    fit_passes(run_once, LIMITS.within(cut) if cut else LIMITS, policy, learners, pass_sizes)
     return [learner.cut_to for learner in learners]
 
 

@@ -1,8 +1,9 @@
 """From a configuration to the arguments of vLLM, and the error if it is not installed."""
 
+import multiprocessing
+import os
 import shutil
-import subprocess
-import sys
+import signal
 
 import pytest
 import torch
@@ -89,13 +90,17 @@ def test_weights_on_their_way(tmp_path, monkeypatch):
     assert torch.equal(same["a"], tied) and torch.equal(same["b"], tied)
 
 
+def make_a_folder_and_die():
+    handover.make_folder(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_only_leftovers_of_a_killed_run_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(handover, "SHARED_MEMORY", tmp_path)
-    words = (
-        "import os, pathlib; from mtrl.rollout.vllm import weight_files as h; "
-        f"h.SHARED_MEMORY = pathlib.Path({str(tmp_path)!r}); h.make_folder(1); os.kill(os.getpid(), 9)"
-    )
-    assert subprocess.run([sys.executable, "-c", words]).returncode == -9
+    run = multiprocessing.get_context("fork").Process(target=make_a_folder_and_die)
+    run.start()
+    run.join()
+    assert run.exitcode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     mine = handover.make_folder(1)
     assert not left.exists() and mine.exists()
