@@ -195,9 +195,8 @@ class OptimizationConfig:
     token_weight_last_k_layers: int | None = key(None, "last layers to use; null: segment `all`", "[1, inf)")
     token_weight_top_ratio: float | None = key(None, "fraction of tokens that keep their weight; null: all", "(0, 1]")
     signals: tuple[str | Mapping[str, Any], ...] = key(
-        (), "your own signals per token, measured in every step: file.py:Name, or {name: .., arguments}",
-        path_kind="code",
-    )  # fmt: skip
+        (), "your own signals per token: file.py:Name, or {name: .., arguments}", path_kind="code"
+    )
     replay_buffer_size: int = key(0, "size of the replay buffer, in groups; 0: off", "[0, inf)")
     replay_var_epsilon: float = key(1e-6, "minimum standard deviation of a stored group", "[0, inf)")
     filter_min_reward: float = key(0.0, "minimum mean reward of a stored group", "[-inf, inf)")

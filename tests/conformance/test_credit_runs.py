@@ -157,8 +157,11 @@ def test_invalid_rules_end_with_one_clear_line(fault, tmp_path, capsys):
     ("rule", "said"),
     [
         ("{name: entropy_change, strength: much}", "entropy_change: strength: expected a number, got 'much'"),
-        ("{name: attention_weights, target: masks}", "attention_weights: target: expected one of advantage, mask"),
-        ("{name: attention_weights, clip: [1]}", "attention_weights: clip: expected a list of 2"),
+        (
+            "{name: attention_weights, target: masks}",
+            "attention_weights: token_weight_target: expected one of advantage, mask",
+        ),
+        ("{name: attention_weights, clip: [1]}", "attention_weights: token_weight_clip: expected a list of 2"),
         ("entropy_chnge", "did you mean entropy_change?"),
     ],
 )

@@ -128,7 +128,7 @@ def test_only_empty_responses(family, forward):
     """An empty batch is no error and gives no gradient."""
     rollouts = random_rollouts(prompts_for(family), [0, 1], [3, 3])
     rollouts.mask[:] = False
-    signals = replace(forward, dependency="full_kl").signals(
+    signals = replace(forward, perception_estimator="full_kl").signals(
         rollouts, Needs("entropy", "dependency", "similarity"), make_views(rollouts)
     )
     assert all((x == 0).all() for x in (signals.old_logprobs, signals.entropy, signals.dependency, signals.similarity))
@@ -233,7 +233,9 @@ def test_low_var_kl_equals_a_plain_computation(family, forward, temperature):
 def test_full_kl_equals_a_plain_computation(family, forward):
     rollouts = rollouts_for(family)
     views = make_views(rollouts)
-    dependency = replace(forward, dependency="full_kl").signals(rollouts, Needs("dependency"), views).dependency
+    dependency = (
+        replace(forward, perception_estimator="full_kl").signals(rollouts, Needs("dependency"), views).dependency
+    )
     for row in range(len(rollouts)):
         prompt, length = rollouts.prompts[GROUP[row]], LENGTHS[row]
         response, view = rollouts.tokens[row, :length], views[GROUP[row]]
@@ -250,7 +252,7 @@ def test_full_kl_equals_a_plain_computation(family, forward):
 def test_an_unchanged_view_has_no_dependency(family, forward, estimator):
     rollouts = rollouts_for(family)
     same = [prompt.media for prompt in rollouts.prompts]
-    signals = replace(forward, dependency=estimator).signals(rollouts, Needs("dependency"), same)
+    signals = replace(forward, perception_estimator=estimator).signals(rollouts, Needs("dependency"), same)
     close(signals.old_logprobs, signals.perturbed_logprobs)
     assert (signals.dependency < 1e-6).all()
 
@@ -259,7 +261,9 @@ def test_an_unchanged_view_has_no_dependency(family, forward, estimator):
 def test_text_rows_depend_on_no_image(family, forward, estimator):
     """They run along in the batch; other rows' views leave them alone."""
     rollouts = rollouts_for(family)
-    signals = replace(forward, dependency=estimator).signals(rollouts, Needs("dependency"), make_views(rollouts))
+    signals = replace(forward, perception_estimator=estimator).signals(
+        rollouts, Needs("dependency"), make_views(rollouts)
+    )
     assert (signals.dependency[~rollouts.visual] < 1e-9).all()
 
 

@@ -35,9 +35,9 @@ def rollouts(encoder):
     return engine.generate(prompts, Sampling(n=4, max_new_tokens=16))
 
 
-def adapted(encoder, compiled=False, checkpointing=False, vision_tower=False, dtype="bf16"):
+def adapted(encoder, compiled=False, checkpointing=False, lora_vision_tower=False, dtype="bf16"):
     model = load_model(MODEL_DIRECTORY, dtype=dtype, device="cuda")
-    add_adapters(model, AdapterSettings(lora_rank=8, lora_alpha=16, lora_vision_tower=vision_tower))
+    add_adapters(model, AdapterSettings(lora_rank=8, lora_alpha=16, lora_vision_tower=lora_vision_tower))
     draw(model, 0)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -82,12 +82,12 @@ def mean_distances(forward, rollouts, truths):
 def test_compiled_and_checkpointed_passes_equal_plain_ones(encoder, rollouts, vision_tower):
     """Equal in float32; in bf16 as close to float32 as plain bf16 passes, on average over adapters. For single adapters
     either can be twice as far as the other."""
-    plain = adapted(encoder, vision_tower=vision_tower, dtype="fp32")
+    plain = adapted(encoder, lora_vision_tower=vision_tower, dtype="fp32")
     truths = []
     for seed in range(DRAWS):
         draw(plain.backbone.model, seed)
         truths.append((gradients(plain, rollouts), plain.signals(rollouts).old_logprobs[rollouts.mask]))
-    noise = mean_distances(adapted(encoder, vision_tower=vision_tower), rollouts, truths)
+    noise = mean_distances(adapted(encoder, lora_vision_tower=vision_tower), rollouts, truths)
     for compiled, checkpointing in ((True, False), (True, True), (False, True)):
         kinds = compiled, checkpointing, vision_tower
         exact = distances(adapted(encoder, *kinds, dtype="fp32"), rollouts, truths[0])

@@ -78,11 +78,11 @@ def test_nor_on_packing_nor_on_checkpointing(family):
 
 
 def test_in_the_vision_tower_too(family):
-    found = learn(make_actor(family, LAYOUTS["small token budget"], vision_tower=True), [full_batch(family)])
-    expected = compute_expected(family, vision_tower=True)
+    found = learn(make_actor(family, LAYOUTS["small token budget"], lora_vision_tower=True), [full_batch(family)])
+    expected = compute_expected(family, lora_vision_tower=True)
     check_equal(found, expected, weights=1e-5)  # a tenth of a step, since some gradients are as small as their noise
-    checkpointed = learn(make_actor(family, checkpointing=True, vision_tower=True), [full_batch(family)])
-    check_equal(checkpointed, compute_expected(family, vision_tower=True))
+    checkpointed = learn(make_actor(family, checkpointing=True, lora_vision_tower=True), [full_batch(family)])
+    check_equal(checkpointed, compute_expected(family, lora_vision_tower=True))
 
 
 # -------------------------------------------------------------------------------------------------------------- dropout
@@ -99,7 +99,7 @@ def same(left, right):
 
 
 def test_dropout_is_drawn_by_seed_step_and_micro_batch(tmp_path, family="qwen3_vl"):
-    dropped = {"batching": MicroBatching(rows=3), "dropout": 0.3}
+    dropped = {"batching": MicroBatching(rows=3), "lora_dropout": 0.3}
     batches = [full_batch(family), full_batch(family)]
     whole = after(make_actor(family, seed=5, **dropped), batches)
     random = torch.random.get_rng_state()

@@ -39,7 +39,7 @@ from mtrl.models.forward import Forward
 from mtrl.models.reward_model import load_reward_model
 from mtrl.models.state_dicts import save_model
 from mtrl.models.value_head import HEAD, attach_head, find_head, has_head, load_value_model
-from mtrl.types import Needs
+from mtrl.types import VIEWS, Needs
 from mtrl.workers.critic import LocalCritic
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
@@ -116,7 +116,7 @@ def test_a_value_is_of_the_state_before_the_token(family):
 def test_values_do_not_depend_on_the_layout(family, layout, packed):
     found = make_critic(family, LAYOUTS[layout], packed).probe(make_rollouts(family).rows(MIXED), VALUES, 4)
     close(found.values, probe_values(family)[MIXED], rtol=1e-5, atol=2e-5)
-    assert [name for name, value in vars(found).items() if value is not None] == ["values"]
+    assert [name for name in VIEWS if getattr(found, name) is not None] == ["values"]
 
 
 def test_only_where_somebody_reads_them(family, monkeypatch):
@@ -198,7 +198,7 @@ def test_it_learns_the_returns():
 def writing_critic(family):
     """A critic whose next update depends on learning rate, optimizer state and step numbers."""
     files = encoder_files(get_encoder(family), checkpoint(family))
-    return make_critic(family, files=files, lr=1e-3, warmup_steps=2, total_steps=6, schedule="cosine")
+    return make_critic(family, files=files, lr=1e-3, warmup_steps=2, total_steps=6, lr_scheduler_type="cosine")
 
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)

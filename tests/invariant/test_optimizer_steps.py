@@ -110,12 +110,14 @@ def test_metrics_are_means_over_all_tokens():
     [
         ({"warmup_steps": 0}, [1.0, 1.0, 1.0, 1.0]),
         ({"warmup_steps": 3}, [0.25, 0.5, 0.75, 1.0, 1.0]),
-        ({"warmup_steps": 1, "total_steps": 5, "schedule": "linear"}, [0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]),
-        ({"warmup_steps": 0, "total_steps": 4, "schedule": "linear", "min_lr_ratio": 0.2}, [1.0, 0.8, 0.6, 0.4, 0.2]),
-        ({"warmup_steps": 0, "total_steps": 4, "schedule": "cosine"}, [1.0, 0.853553, 0.5, 0.146447, 0.0]),
-        ({"warmup_steps": 1, "total_steps": 3, "schedule": "cosine", "min_lr_ratio": 0.1}, [0.5, 1.0, 0.55, 0.1]),
-        ({"warmup_steps": 9, "total_steps": 4, "schedule": "cosine"}, [0.1, 0.2, 0.3, 0.4, 0.5]),
-        ({"warmup_steps": 0, "total_steps": 0, "schedule": "linear"}, [1.0, 0.0]),
+        ({"warmup_steps": 1, "total_steps": 5, "lr_scheduler_type": "linear"}, [0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]),
+        ({"warmup_steps": 0, "total_steps": 4, "lr_scheduler_type": "linear", "min_lr_ratio": 0.2},
+         [1.0, 0.8, 0.6, 0.4, 0.2]),
+        ({"warmup_steps": 0, "total_steps": 4, "lr_scheduler_type": "cosine"}, [1.0, 0.853553, 0.5, 0.146447, 0.0]),
+        ({"warmup_steps": 1, "total_steps": 3, "lr_scheduler_type": "cosine", "min_lr_ratio": 0.1},
+         [0.5, 1.0, 0.55, 0.1]),
+        ({"warmup_steps": 9, "total_steps": 4, "lr_scheduler_type": "cosine"}, [0.1, 0.2, 0.3, 0.4, 0.5]),
+        ({"warmup_steps": 0, "total_steps": 0, "lr_scheduler_type": "linear"}, [1.0, 0.0]),
     ],
 )  # fmt: skip
 def test_learning_rates_by_hand(settings, expected):

@@ -72,7 +72,7 @@ def test_by_default_all_projections_of_the_layers_and_none_of_the_tower(family):
 
 @pytest.mark.parametrize("family, inside", [("qwen2_vl", "fc1"), (FAMILY, "gate_proj"), ("qwen3_vl", "linear_fc1")])
 def test_the_vision_tower_on_request(family, inside):
-    model = adapted(family, vision_tower=True).model
+    model = adapted(family, lora_vision_tower=True).model
     of_tower = {name for name in adapter_parameters(model) if "visual" in name}
     assert any(f".{inside}.lora_A" in name for name in of_tower) and any(".qkv.lora_A" in name for name in of_tower)
     forward = Forward(Backbone(model), get_encoder(family))
@@ -82,7 +82,7 @@ def test_the_vision_tower_on_request(family, inside):
 
 
 def test_targets_are_the_ends_of_names():
-    model = adapted(targets=("q_proj", "mlp.down_proj")).model
+    model = adapted(lora_target_modules=("q_proj", "mlp.down_proj")).model
     assert {name.rpartition(".")[2] for name, m in model.named_modules() if hasattr(m, "lora_A")} == {
         "q_proj",
         "down_proj",
@@ -93,12 +93,20 @@ def test_targets_are_the_ends_of_names():
 @pytest.mark.parametrize(
     "family, settings, message",
     [
-        (FAMILY, {"targets": ("q_proj", "query")}, "no projection is called query; its layers have down_proj, gate"),
-        (FAMILY, {"targets": ("qkv",)}, r"vision tower \(lora_vision_tower=true\) has .*qkv"),
-        (FAMILY, {"targets": ("lm_head",)}, "no projection is called lm_head"),
-        (FAMILY, {"targets": ()}, "nothing would get an adapter; its layers have"),
-        (FAMILY, {"targets": ("q_proj",), "vision_tower": True}, "lora_vision_tower: nothing in it would get"),
-        ("qwen2", {"vision_tower": True}, "lora_vision_tower: nothing in it would get an adapter"),
+        (
+            FAMILY,
+            {"lora_target_modules": ("q_proj", "query")},
+            "no projection is called query; its layers have down_proj, gate",
+        ),
+        (FAMILY, {"lora_target_modules": ("qkv",)}, r"vision tower \(lora_vision_tower=true\) has .*qkv"),
+        (FAMILY, {"lora_target_modules": ("lm_head",)}, "no projection is called lm_head"),
+        (FAMILY, {"lora_target_modules": ()}, "nothing would get an adapter; its layers have"),
+        (
+            FAMILY,
+            {"lora_target_modules": ("q_proj",), "lora_vision_tower": True},
+            "lora_vision_tower: nothing in it would get",
+        ),
+        ("qwen2", {"lora_vision_tower": True}, "lora_vision_tower: nothing in it would get an adapter"),
     ],
 )
 def test_a_target_without_a_match_is_an_error_that_lists_the_modules(family, settings, message):
@@ -126,7 +134,7 @@ def test_they_start_as_identity_the_same_on_every_run():
 # -------------------------------------------------------------------------------------------------------- what they say
 @pytest.mark.parametrize("family", [FAMILY, "qwen3_vl", "qwen2"])
 def test_merged_log_probs_equal_those_of_the_adapters(family):
-    backbone = adapted(family, vision_tower=family != "qwen2")
+    backbone = adapted(family, lora_vision_tower=family != "qwen2")
     expected, base = log_probs(backbone, family), log_probs(fresh_backbone(family), family)
     merged = fresh_backbone(family)
     merged.model.load_state_dict(dict(MergedWeights(backbone.model)))
@@ -168,7 +176,7 @@ def test_a_bf16_base_is_held_once_and_products_are_narrow():
 
 
 def test_dropout_is_for_updates_alone():
-    backbone = adapted(dropout=0.5)
+    backbone = adapted(lora_dropout=0.5)
     expected = log_probs(adapted())
     assert torch.equal(log_probs(backbone), expected)
     backbone.model.train()
@@ -228,10 +236,10 @@ def test_they_are_restored_bitwise_and_as_a_merged_model(saved):
 def test_other_adapters_are_an_error(saved):
     _, directory = saved
     for settings, message in (
-        ({"targets": ("q_proj",)}, "unknown"),
-        ({"targets": None, "vision_tower": True}, "missing"),
-        ({"rank": 8}, "of another size"),
-        ({"alpha": 16}, "rank 4 and alpha 6"),
+        ({"lora_target_modules": ("q_proj",)}, "unknown"),
+        ({"lora_target_modules": None, "lora_vision_tower": True}, "missing"),
+        ({"lora_rank": 8}, "of another size"),
+        ({"lora_alpha": 16}, "rank 4 and alpha 6"),
     ):
         model = fresh_backbone(FAMILY).model
         add_adapters(model, replace(AdapterSettings(lora_rank=4, lora_alpha=6), **settings))

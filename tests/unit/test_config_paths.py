@@ -46,6 +46,7 @@ FOUND = [
     ("worker.reward.functions", "[accuracy, mine.py:score]", ("accuracy", "{home}/mine.py:score")),
     ("optimization.credit", "[mine.py:Rule, {name: mine.py:Rule, file: mine.py}]",
      ("{home}/mine.py:Rule", {"name": "{home}/mine.py:Rule", "file": "mine.py"})),
+    ("optimization.signals", "[mine.py:Signal]", ("{home}/mine.py:Signal",)),
     ("optimization.advantage_estimator", "mine.py:Estimator", "{home}/mine.py:Estimator"),
     ("optimization.policy_loss", "{name: mine.py:Loss}", {"name": "{home}/mine.py:Loss"}),
     ("training.logger", "[console, mine.py:Logger]", ("console", "{home}/mine.py:Logger")),

@@ -305,7 +305,7 @@ def test_the_defaults_of_the_rules():
     assert PerceptionFilter() == PerceptionFilter(top_p_perception_tokens=0.2)
     assert EntropyFilter() == EntropyFilter(top_p_entropy_tokens=0.2)
     assert TrajectoryScaling() == TrajectoryScaling(trajectory_scaling_min=0.8, trajectory_scaling_max=2.0)
-    assert AttentionWeights() == AttentionWeights("advantage", (0.2, 3.0), 0.0, None, True)
+    assert AttentionWeights() == AttentionWeights("advantage", (0.2, 3.0), 0.0, None, "auto")
     assert EntropyChange() == EntropyChange(strength=1.0, clip=(0.2, 3.0))
 
 

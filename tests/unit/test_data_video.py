@@ -165,9 +165,9 @@ def test_the_row_is_an_error_for_a_text_model(data):
     ("video", "settings", "shape"),
     [
         ({}, {}, (4, 112, 168, 3)),
-        ({"fps": 4.0}, {}, (10, 112, 168, 3)),
-        ({"fps": 4.0, "max_frames": 6}, {}, (6, 112, 168, 3)),
-        ({"max_pixels": 28 * 28 * 8}, {}, (4, 56, 84, 3)),
+        ({"video_fps": 4.0}, {}, (10, 112, 168, 3)),
+        ({"video_fps": 4.0, "video_max_frames": 6}, {}, (6, 112, 168, 3)),
+        ({"video_max_pixels": 28 * 28 * 8}, {}, (4, 56, 84, 3)),
         ({}, {"max_image_side": 84}, (4, 56, 84, 3)),
     ],
 )

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 import mtrl
 from mtrl.cli import main
-from mtrl.compose import export_model as exporting
+from mtrl.commands import export_model as exporting
 from mtrl.config import load_config
 from mtrl.models import save_pretrained as models
 from mtrl.models.parity import log_prob_gap

@@ -138,8 +138,8 @@ def test_tokens_with_more_vision_attention_weigh_more():
     """1/VGR of 1, 2, 4 is 1, 1/2, 1/4, mean 7/12: 12/7, 6/7, 3/7. A row without an image gets ones."""
     found = weighed([[1.0, 2.0, 4.0], None], [3, 2], [0, 1])
     close(found, [[12 / 7, 6 / 7, 3 / 7], [1, 1, 1]], atol=1e-5)
-    close(weighed([[1.0, 2.0, 4.0]], [3], [0], clip=(0.5, 1.5)), [[1.5, 6 / 7, 0.5]], atol=1e-5)
-    close(weighed([[1.0, 2.0, 4.0]], [3], [0], top_ratio=0.3), [[12 / 7, 1, 1]], atol=1e-5)
+    close(weighed([[1.0, 2.0, 4.0]], [3], [0], token_weight_clip=(0.5, 1.5)), [[1.5, 6 / 7, 0.5]], atol=1e-5)
+    close(weighed([[1.0, 2.0, 4.0]], [3], [0], token_weight_top_ratio=0.3), [[12 / 7, 1, 1]], atol=1e-5)
 
 
 def test_weights_of_a_reward_function_win():

@@ -6,9 +6,8 @@ import pytest
 from huggingface_hub import constants
 
 from mtrl.cli import main
-from mtrl.compose import hub
 from mtrl.compose.task_source import open_data_sources
-from mtrl.data import DataError
+from mtrl.data import DataError, hub
 
 
 @pytest.fixture

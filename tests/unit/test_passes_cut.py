@@ -107,7 +107,7 @@ def test_smaller_passes_are_no_restart(restarts, ends, capfd):
 
 def test_under_torchrun_the_command_restarts(monkeypatch):
     """torchrun ends all processes together; a single one cannot restart."""
-    monkeypatch.setattr("mtrl.compose.run.started_by_torchrun", lambda: True)
+    monkeypatch.setattr("mtrl.training.resumable_run.started_by_torchrun", lambda: True)
 
     def begin(config):
         raise PassesCut("half; ")

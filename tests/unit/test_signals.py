@@ -170,12 +170,8 @@ def test_needs_determine_the_number_of_views():
         assert (Needs("old_logprobs") | Needs(name)).views == Needs(name).views == 2
 
 
-def test_an_unknown_signal_is_an_error():
-    with pytest.raises(
-        ValueError,
-        match=r"no signal attention, entropie; there are old_logprobs, .*prompt_attention_mass, attention_maps$",
-    ):
-        Needs("old_logprobs", "entropie", "attention")
+def test_an_unknown_signal_is_known_as_such():
+    assert Needs("old_logprobs", "entropie", "attention").unknown == ["attention", "entropie"]
 
 
 def test_probes_bring_their_own_signals():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mtrl.compose import threads
+from mtrl.training import threads
 from mtrl.training.threads import FILE, choose_threads, set_threads
 from mtrl.utils import machine
 

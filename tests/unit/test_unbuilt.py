@@ -3,17 +3,20 @@
 import ast
 import re
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import mtrl
 from mtrl.algorithms.advantages import ESTIMATORS
+from mtrl.algorithms.credit.registry import RULES
 from mtrl.algorithms.losses import POLICY_LOSSES
+from mtrl.compose.algorithm import SWITCHES
+from mtrl.compose.policy import FORWARD_KEYS
 from mtrl.config import Config, ConfigError, load_config
 from mtrl.config.tree import known_leaves
 from mtrl.config.unsupported import check_supported, find_unsupported
-from mtrl.data import DataSettings
 from mtrl.embedded.embedded_rows import CONFIG_FILE
 from mtrl.rewards.builtin_names import REWARDS
 
@@ -230,10 +233,24 @@ def read():
     )  # in `make_schedule`
     found |= {f"worker.{learner}.optim.{name}" for learner in ("actor", "critic") for name in of_both}
     found |= {key for reward in REWARDS.values() for key in reward.settings}  # by name, in `builtin_reward`
-    built = [*ESTIMATORS.builtin.values(), *POLICY_LOSSES.builtin.values()]
-    by_name = {f.name for kind in built for f in fields(kind)}  # in `make_named`
-    found |= {f"{section}.{name}" for section in ("optimization", "worker.actor") for name in by_name}
-    return found | {f"dataset.{name}" for name in DataSettings.__dataclass_fields__}  # by name, in `data_settings`
+    built = [*ESTIMATORS.builtin.values(), *POLICY_LOSSES.builtin.values(), *RULES.values(), *filled_from_keys()]
+    by_name = {f.name for kind in built for f in fields(kind)} | {*SWITCHES, *FORWARD_KEYS}  # `from_keys`, `make_named`
+    return found | {f"{section}.{name}" for section in FILLING for name in by_name}
+
+
+FILLING = (  # sections whose keys fill the fields of components
+    "optimization", "dataset", "training", "worker.actor", "worker.actor.model", "worker.actor.fsdp",
+    "worker.actor.optim", "worker.critic.optim", "worker.rollout", "worker.rollout.val",
+)  # fmt: skip
+
+
+def filled_from_keys():
+    """The classes in calls of `from_keys(Class, sections)`."""
+    for path in (PACKAGE / "compose").glob("*.py"):
+        module = import_module(f"mtrl.compose.{path.stem}")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("from_keys"):
+                yield getattr(module, ast.unparse(node.args[0]))
 
 
 def test_the_reader_of_sources():
