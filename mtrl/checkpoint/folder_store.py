@@ -23,9 +23,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtrl.checkpoint.manifest import MANIFEST, DamagedCheckpoint, rename_folder, seal, sync_path
+from mtrl.checkpoint.manifest import MANIFEST, DamagedCheckpoint, rename_folder, seal
 from mtrl.utils.errors import RunError, StartError
-from mtrl.utils.files import regular_file
+from mtrl.utils.files import regular_file, sync_path
 from mtrl.utils.machine import free_memory
 
 if TYPE_CHECKING:

@@ -8,13 +8,12 @@ against forgery is not needed here.
 from __future__ import annotations
 
 import json
-import os
 import stat
 import zlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from mtrl.utils.files import regular_file
+from mtrl.utils.files import regular_file, sync_path
 
 MANIFEST = "mtrl_manifest.json"
 CHUNK = 8 << 20  # bytes read at once
@@ -79,30 +78,12 @@ def rename_folder(unfinished: Path, target: Path) -> None:
     sync_path(target.parent)
 
 
-def write_file(path: Path, text: str) -> None:
-    """Writes all of the new text, or leaves the old file as it was."""
-    unfinished = path.with_name(f".{path.name}")
-    unfinished.write_text(text, encoding="utf-8")
-    sync_path(unfinished)
-    unfinished.replace(path)
-    sync_path(path.parent)
-
-
 def crc32(path: Path) -> int:
     total = 0
     with regular_file(path).open("rb") as file:
         while chunk := file.read(CHUNK):
             total = zlib.crc32(chunk, total)
     return total
-
-
-def sync_path(path: Path) -> None:
-    """Returns when a file's content, or a folder's list of names, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _format_manifest(sums: Mapping[str, Mapping[str, int]]) -> str:

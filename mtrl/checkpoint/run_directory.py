@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TextIO
 
 from mtrl.checkpoint.folder_store import list_checkpoints
-from mtrl.checkpoint.manifest import write_file
 from mtrl.utils.errors import RunError, StartError
-from mtrl.utils.files import regular_file
+from mtrl.utils.files import regular_file, write_file
 
 LOCK = "run.lock"
 CONFIG = "config.yaml"

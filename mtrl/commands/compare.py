@@ -19,11 +19,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mtrl.commands.load_arguments import OptionParser, check_call, log_line, whole_number
+from mtrl.commands.result_origin import describe_origin
 from mtrl.compare.arms import Arm, load_arm, read_arm
 from mtrl.compare.batch import SeedJob, measure_effects, pack, plan_jobs, run_batch, unpack
-from mtrl.config import load_config
+from mtrl.config import load_config, to_yaml
 from mtrl.report.compare_page import NO_EFFECTS, GradientEffects, make_effects_page, write_pages
 from mtrl.utils.errors import StartError
+from mtrl.utils.files import write_file
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -45,9 +47,16 @@ def run(arguments: Sequence[str]) -> int:
     arms = {Path(path).stem: path for path in paths}
     if len(arms) < len(paths):
         raise StartError("two configurations have the same file name; rename one, since results are listed by it")
-    for path in paths:
-        load_config(path, overrides)  # an error in one is reported before hours are spent on another
-    jobs = plan_jobs(arms, options.seeds, overrides, out)
+    # An error in one is reported before hours are spent on another.
+    configs = {name: load_config(path, overrides) for name, path in arms.items()}
+    origins = {name: check_call(describe_origin, config) for name, config in configs.items()}
+    files = {name: str(out / name / "arm.yaml") for name in arms}
+    jobs = plan_jobs(files, options.seeds, (), out, origins)
+    for job in jobs:
+        job.is_done()  # an error if it is the result of other settings
+    for name, config in configs.items():  # runs that start later read what was checked now
+        Path(files[name]).parent.mkdir(parents=True, exist_ok=True)
+        write_file(Path(files[name]), to_yaml(config))
     return run_all(jobs, options.jobs, options.minutes, Path(options.archive) if options.archive else None)
 
 
@@ -77,7 +86,7 @@ def run_all(jobs: Sequence[SeedJob], at_once: int, minutes: int | None, archive:
     failed, left = run_batch(jobs, at_once, None if minutes is None else 60.0 * minutes, log_line)
     finished: dict[str, list[Path]] = {job.arm: [] for job in jobs}
     for job in jobs:
-        if job.done.exists():
+        if job.is_done():
             finished[job.arm].append(job.directory)
     arms = [load_arm(name, run_dirs) for name, run_dirs in finished.items()]
     known = [arm for arm in arms if arm is not None]

@@ -2,11 +2,12 @@
 
     OUT/ARM/seed_S/      the run's directory
     OUT/ARM/seed_S.log   its output
-    OUT/ARM/seed_S.done  exists once the run has finished its last step
+    OUT/ARM/arm.yaml     the resolved configuration that all its runs read
+    OUT/ARM/seed_S.done  exists once the run has finished its last step: what its results depend on, as JSON
 
 The seed applies to prompts, perturbations and sampling, so that runs of one seed see the same prompts and, in their
 first step, the same responses. The same command resumes an interrupted batch: finished runs are left alone, and
-unfinished ones resume from their checkpoints.
+unfinished ones resume from their checkpoints. A result of another configuration, code or data is an error.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mtrl.utils.errors import StartError
+from mtrl.utils.files import write_file
 
 EFFECTS_FILE = "manipulation.json"
 POLL_S = 0.2
 LAST_LINES = 5
+MAX_CHANGES = 8  # shown of a result of other settings
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class SeedJob:
     config: str
     overrides: tuple[str, ...]
     out: Path
+    origin: Mapping[str, str] = field(default_factory=dict, hash=False)  # what its results depend on
 
     @property
     def name(self) -> str:
@@ -62,10 +67,54 @@ class SeedJob:
         overrides = [*self.overrides, *(f"{key}={value}" for key, value in keys.items())]
         return [sys.executable, "-m", "mtrl", "train", self.config, *overrides]
 
+    def is_done(self) -> bool:
+        """Whether the run has finished; StartError if with other settings."""
+        if not self.done.is_file():
+            return False
+        check_same_origin(read_object(self.done).get("origin"), self.origin, self.directory)
+        return True
 
-def plan_jobs(arms: Mapping[str, str], seeds: Sequence[int], overrides: Sequence[str], out: Path) -> list[SeedJob]:
-    """Order the runs by seed: an interrupted batch then has complete pairs."""
-    return [SeedJob(arm, seed, file, tuple(overrides), out) for seed in seeds for arm, file in arms.items()]
+
+def plan_jobs(
+    arms: Mapping[str, str],
+    seeds: Sequence[int],
+    overrides: Sequence[str],
+    out: Path,
+    origins: Mapping[str, Mapping[str, str]] | None = None,
+) -> list[SeedJob]:
+    """Order the runs by seed: an interrupted batch then has complete pairs. `origins`: what the results of each arm
+    depend on."""
+    known = origins or {}
+    return [
+        SeedJob(arm, seed, file, tuple(overrides), out, known.get(arm, {}))
+        for seed in seeds
+        for arm, file in arms.items()
+    ]
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is none, as in files of 0.1.0."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def check_same_origin(before: Mapping[str, str] | None, now: Mapping[str, str], result: Path) -> None:
+    """Raise StartError if a stored result is not that of the current configuration, code and data."""
+    if before == now:
+        return
+    again = f"name another --out, or delete {result} to compute it again"
+    if before is None:
+        raise StartError(f"{result} was made by a version that did not store what it depends on; {again}")
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    changes = [f"{name}: was {before.get(name, 'unset')}, is {now.get(name, 'unset')}" for name in names]
+    shown = [
+        *changes[:MAX_CHANGES],
+        *([f"and {len(changes) - MAX_CHANGES} more"] if len(changes) > MAX_CHANGES else []),
+    ]
+    raise StartError("\n  ".join([f"{result} is the result of other settings; {again}:", *shown]))
 
 
 def measure_effects(jobs: Sequence[SeedJob], max_parallel: int) -> dict[str, dict[str, float]]:
@@ -85,16 +134,20 @@ def limit_threads(max_parallel: int) -> dict[str, str]:
 
 def measure_effect(job: SeedJob, environment: Mapping[str, str]) -> dict[str, float]:
     """Measure one arm, or read the result of an earlier measurement next to its runs."""
-    file = job.directory.parent / EFFECTS_FILE
-    if not file.is_file():
+    file, origin = job.directory.parent / EFFECTS_FILE, {**job.origin, "seed": str(job.seed)}
+    if file.is_file():
+        stored = read_object(file)
+        check_same_origin(stored.get("origin"), origin, file)
+    else:
         file.parent.mkdir(parents=True, exist_ok=True)
         overrides = [*job.overrides, f"dataset.seed={job.seed}", f"worker.rollout.seed={job.seed}"]
         command = [sys.executable, "-m", "mtrl.commands.gradient_check", job.config, *overrides]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment)
         if done.returncode:
             raise StartError(f"{job.arm} cannot start: {' '.join(done.stderr.strip().splitlines()[-LAST_LINES:])}")
-        file.write_text(done.stdout.strip().splitlines()[-1] + "\n")
-    effect: dict[str, float] = json.loads(file.read_text())
+        stored = {"origin": origin, "effect": json.loads(done.stdout.strip().splitlines()[-1])}
+        write_file(file, json.dumps(stored))
+    effect: dict[str, float] = stored["effect"]
     return effect
 
 
@@ -102,7 +155,7 @@ def run_batch(
     jobs: Sequence[SeedJob], max_parallel: int, seconds: float | None, log: Callable[[str], None]
 ) -> tuple[int, int]:
     """Run all jobs that are not done; returns how many failed and how many are left when the time is up."""
-    waiting = [job for job in jobs if not job.done.exists()]
+    waiting = [job for job in jobs if not job.is_done()]
     if len(waiting) < len(jobs):
         log(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are done already")
     end = float("inf") if seconds is None else time.monotonic() + seconds
@@ -120,7 +173,7 @@ def run_batch(
                 if status:
                     log(f"failed   {job.name} (status {status}); {job.log} ends with\n{last_lines(job.log)}")
                 else:
-                    job.done.touch()
+                    write_file(job.done, json.dumps({"origin": job.origin}))
                     log(f"finished {job.name}")
             time.sleep(POLL_S)
     finally:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from mtrl.checkpoint.manifest import write_file
+from mtrl.utils.files import write_file
 from mtrl.utils.machine import free_cores, usable_cores
 
 FILE = "torch_threads"  # in the run directory: another number of threads may change the order of sums

@@ -1,4 +1,5 @@
-"""Only regular files are read: a pipe would block its reader for ever, and a device never ends. Names of paths."""
+"""Only regular files are read: a pipe would block its reader for ever, and a device never ends. Files are replaced as a
+whole. Names of paths."""
 
 import errno
 import os
@@ -27,6 +28,24 @@ def check_regular_files(directory: str | os.PathLike[str]) -> None:
             path = os.path.join(folder, name)
             if os.path.exists(path):  # whoever reads a broken link reports it
                 regular_file(path)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Writes all of the new text, or leaves the old file as it was."""
+    unfinished = path.with_name(f".{path.name}")
+    unfinished.write_text(text, encoding="utf-8")
+    sync_path(unfinished)
+    unfinished.replace(path)
+    sync_path(path.parent)
+
+
+def sync_path(path: Path) -> None:
+    """Returns when a file's content, or a folder's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:

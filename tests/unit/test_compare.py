@@ -2,6 +2,7 @@
 batch is at the end, among the slow tests."""
 
 import json
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -11,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from mtrl.cli import main
+from mtrl.commands import compare, result_origin
 from mtrl.commands.compare import parse_seeds
 from mtrl.compare import batch
 from mtrl.compare.arms import read_arm
 from mtrl.compare.batch import measure_effects, pack, plan_jobs, run_batch, unpack
+from mtrl.config import load_config
 
 
 def write_run(place, seed, curve, right=(), seconds=2.0):
@@ -205,6 +208,96 @@ def test_arms_are_checked_at_once_and_only_once(tmp_path, monkeypatch):
         found = measure_effects(jobs(tmp_path, "one", "three"), 2)
         assert list(found) == ["one", "three"] and found["one"]["cosine"] == len(str(tmp_path / "one.txt"))
     assert len(asked) == 2
+
+
+# ------------------------------------------------------------------------------------------ results of other settings
+RATE = "worker.actor.optim.lr"
+
+
+@pytest.fixture
+def configured(tmp_path, monkeypatch):
+    """Two configurations, and a fake of what `mtrl compare` starts: each start is recorded, nothing is trained."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "score.py").write_text("def score(data): return 1.0")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    for name in ("a", "b"):
+        reward = "worker: {reward: {functions: [score.py:score]}}"
+        (tmp_path / f"{name}.yaml").write_text(f"dataset: {{train_files: rows.jsonl, seed: 3}}\n{reward}\n")
+    started = []
+
+    def start(job, environment):
+        started.append(job.name)
+        job.directory.mkdir(parents=True)
+        (job.directory / "config.yaml").write_text(f"dataset: {{seed: {job.seed}}}")
+        (job.directory / "metrics.jsonl").write_text(json.dumps({"step": 1, "val/avg@1": 0.5}))
+        return subprocess.Popen([sys.executable, "-S", "-c", ""])
+
+    effect = {"cosine": 1.0, "tokens": 1.0, "norm": 1.0}
+    monkeypatch.setattr(batch, "start", start)
+    done = subprocess.CompletedProcess([], 0, json.dumps(effect), "")
+    monkeypatch.setattr(batch.subprocess, "run", lambda command, **others: done)
+    monkeypatch.setattr(compare, "make_effects_page", lambda checks: "")
+    monkeypatch.setattr(compare, "report", lambda *given: 0)
+    return started
+
+
+def change(file, old, new):
+    path = Path(file)
+    path.write_text(path.read_text().replace(old, new))
+
+
+def compared(*overrides):
+    return main(["compare", "a.yaml", "b.yaml", "--seeds", "1", "--out", "out", *overrides])
+
+
+CHANGES = {
+    "a key": (
+        lambda: change("a.yaml", "dataset:", "optimization: {gamma: 0.5}\ndataset:"),
+        "optimization.gamma: was 1.0, is 0.5",
+    ),
+    "an override": (None, f"{RATE}: was 1e-06, is 0.0005"),
+    "rows": (lambda: change("rows.jsonl", "b", "c"), "train data: was "),
+    "the user's code": (lambda: change("score.py", "1.0", "2.0"), "worker.reward.functions: was "),
+    "a file without its settings": (
+        lambda: Path("out/a/seed_0.done").write_text(""),
+        "did not store what it depends on",
+    ),
+    "the effects alone": (
+        lambda: Path("out/a/manipulation.json").write_text('{"cosine": 1.0}'),
+        "manipulation.json was made by a version that did not store",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_result_of_other_settings_is_no_result(case, configured, capsys):
+    assert compared() == 0 and configured == ["a seed 0", "b seed 0"]
+    assert compared() == 0 and len(configured) == 2, "nothing has changed"
+    apply, message = CHANGES[case]
+    if apply is not None:
+        apply()
+    assert compared(*([f"{RATE}=5e-4"] if apply is None else [])) == 2
+    said = capsys.readouterr().err
+    assert message in said and "name another --out, or delete" in said and len(configured) == 2
+
+
+def test_other_code_is_other_settings(configured, capsys, monkeypatch):
+    assert compared() == 0
+    monkeypatch.setattr(result_origin, "PACKAGE", Path("."))
+    assert compared() == 2 and "code: was mtrl" in capsys.readouterr().err
+
+
+def test_a_batch_resumes_in_another_folder(configured, monkeypatch, tmp_path):
+    assert compared() == 0
+    shutil.copytree(tmp_path, tmp_path.parent / f"{tmp_path.name}_moved")
+    monkeypatch.chdir(tmp_path.parent / f"{tmp_path.name}_moved")
+    assert compared() == 0 and len(configured) == 2, "files are known by their contents"
+
+
+def test_runs_that_start_later_read_what_was_checked(configured):
+    assert compared() == 0
+    frozen = load_config("out/a/arm.yaml")
+    assert frozen.dataset.seed == 3 and frozen.worker.reward.functions[0].endswith("score.py:score")
 
 
 @pytest.mark.slow

@@ -1,0 +1,60 @@
+"""What the results of a configuration depend on: its resolved keys, the code and the data, for `mtrl compare`.
+
+Files are described by their contents and not by their paths, so that a batch can resume on another machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from mtrl.compose.task_source import open_data_sources
+from mtrl.config import Config
+from mtrl.config.paths import PathKind
+from mtrl.config.tree import known_leaves
+from mtrl.utils.plugins import split_spec
+
+PACKAGE = Path(__file__).parents[1]
+OF_EACH_RUN = (  # the batch sets them
+    "dataset.seed", "worker.rollout.seed", "training.output_dir", "training.project_name", "training.experiment_name",
+)  # fmt: skip
+
+
+def describe_origin(config: Config) -> dict[str, str]:
+    """Every key with its value, and digests of the code, the data and the files that keys name."""
+    origin: dict[str, str] = {}
+    for key, leaf in known_leaves().items():
+        value = attrgetter(key)(config)
+        if key not in OF_EACH_RUN and leaf.path_kind not in ("data", "folder"):
+            origin[key] = repr(value) if leaf.path_kind is None else describe_files(value, leaf.path_kind)
+    for split, files in (("train", config.dataset.train_files), ("validation", config.dataset.val_files)):
+        sources = open_data_sources(files, split) if files or not config.dataset.train_files else []
+        origin[f"{split} data"] = " ".join(source.fingerprint for source in sources)
+    code = digest(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py")))
+    return origin | {"code": f"mtrl {version('mtrl')}, {code}"}
+
+
+def describe_files(value: Any, kind: PathKind) -> str:
+    """The value with the digest of each file instead of its folder."""
+    if isinstance(value, Mapping):
+        return repr({name: describe_files(each, kind) for name, each in value.items()})
+    if isinstance(value, (list, tuple)):
+        return repr([describe_files(each, kind) for each in value])
+    if not isinstance(value, str):
+        return repr(value)
+    file, name = split_spec(value) if kind == "code" else (value, None)
+    if not Path(file).expanduser().is_file():
+        return repr(value)
+    path = Path(file).expanduser()
+    return f"{path.name}:{name or ''} {digest([path.read_bytes()])}"
+
+
+def digest(contents: Iterable[bytes]) -> str:
+    whole = hashlib.blake2b(digest_size=8)
+    for content in contents:
+        whole.update(len(content).to_bytes(8, "big") + content)
+    return whole.hexdigest()
