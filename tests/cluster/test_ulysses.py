@@ -31,7 +31,7 @@ from mtrl.workers.micro_batches import MicroBatching
 LAYOUTS = {
     "shared": {"share_prefix": True},
     "packed": {"share_prefix": True, "packed": True, "top_p": 0.9},
-    "rows": {"share_prefix": False, "dependency": "full_kl"},  # causal: there is no mask
+    "rows": {"share_prefix": False, "perception_estimator": "full_kl"},  # causal: there is no mask
 }
 
 
