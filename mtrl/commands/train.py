@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from mtrl.commands.load_arguments import check_call, log_line, open_log
 from mtrl.compose.run import build, configure
 from mtrl.config import Config, find_warnings, take_file
+from mtrl.training.algorithm_spec import AlgorithmSpec
 from mtrl.training.resumable_run import Run, train_with_restarts
 
 
@@ -32,7 +33,17 @@ def run(arguments: Sequence[str]) -> int:
         spec = training.loop.spec  # logged, since a large step takes long before it reports anything
         each = f"{spec.prompts_per_step} prompts x {spec.sampling.n} responses"
         log_line(f"steps: {spec.total_steps}, each {each} of at most {spec.sampling.max_new_tokens} tokens", log)
+        log_line(f"checkpoints: {describe_saving(spec)}", log)
         return training
 
     train_with_restarts(config, build_run)
     return 0
+
+
+def describe_saving(spec: AlgorithmSpec) -> str:
+    """When a run saves, and so what a kill costs."""
+    if spec.save_freq < 1 or (spec.save_freq >= spec.total_steps and spec.save_minutes is None):
+        return "only at the end, so a kill costs the whole run; set training.save_freq"
+    times = [f"{spec.save_freq} steps"] if spec.save_freq < spec.total_steps else []
+    times += [] if spec.save_minutes is None else [f"{spec.save_minutes:g} minutes"]
+    return f"every {' and every '.join(times)}; a kill costs the work since the last one"

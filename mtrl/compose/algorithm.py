@@ -90,6 +90,7 @@ def make_algorithm(
         val_freq=config.training.val_freq,
         validate_first=config.training.val_before_train and is_new_run,
         save_freq=config.training.save_freq,
+        save_minutes=config.training.save_minutes,
         seed=config.dataset.seed,
         sync_ref_every=config.worker.ref.sync_every or 0,
         reward_needs=reduce(Needs.__or__, rewards, NOTHING),

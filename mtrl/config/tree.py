@@ -106,6 +106,9 @@ class TrainingConfig:
     max_restarts: int = run_key(3, "restarts from the last checkpoint after losing a process", "[0, inf)")
     heartbeat_s: float = run_key(60.0, "seconds without a reply until a process is lost", "[1, inf)")
     save_freq: int = run_key(500, "steps between checkpoints; -1: only at the end", "[-1, inf)")
+    save_minutes: float | None = run_key(
+        30.0, "also save after so many minutes, unless save_freq is -1; null: by steps alone", "(0, inf)"
+    )
     save_limit: int = run_key(3, "newest checkpoints to keep, besides the best; -1: all", "[-1, inf)")
     best_metric: str | None = run_key(
         "val/reward_score", "validation metric that selects best_model, higher is better; null: none"

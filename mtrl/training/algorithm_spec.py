@@ -33,6 +33,7 @@ class AlgorithmSpec:
     val_freq: int  # steps between validations; -1: only at the end
     validate_first: bool
     save_freq: int  # steps between checkpoints; -1: only at the end
+    save_minutes: float | None = None  # also save after so many minutes, unless save_freq is -1
     seed: int = 0  # for the order of minibatches, for replay, and for credit rules that draw random numbers
     sync_ref_every: int = 0  # steps between syncs of the reference with the policy; 0: never
     reward_needs: Needs = NOTHING  # signals that rewards read: such rewards run after the probes

@@ -12,6 +12,7 @@ samples and perturbations of step k do not depend on what ran before, so a run c
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -60,6 +61,7 @@ class Loop:
         self.memory = None if spec.replay is None else ReplayMemory(spec.replay, spec.seed)
         self.ahead = OneStepAhead(lambda: self.done) if spec.off_policy_steps else None
         self.version, self.done, self.saved = 0, 0, 0  # version of the weights; steps done; last step saved
+        self.saved_at = time.monotonic()
         self.whole: dict[str, Any] | None = None  # state after the last step; None once an update has begun
         self.clock = Clock()
 
@@ -73,7 +75,7 @@ class Loop:
             last = self.done == spec.total_steps
             score = self.validate() if last or due(self.done, spec.val_freq) else None
             stop = components.stop()
-            if last or stop or due(self.done, spec.save_freq) or components.store.is_best(score):
+            if last or stop or self.is_save_due() or components.store.is_best(score):
                 self.save(score)
             if stop:
                 return
@@ -167,7 +169,13 @@ class Loop:
         assert self.whole is not None, "an update has begun"
         snapshots = {name: item.snapshot() for name, item in self.state_items().items()}
         self.components.store.save(self.done, snapshots, self.whole, score)
-        self.saved = self.done
+        self.saved, self.saved_at = self.done, time.monotonic()
+
+    def is_save_due(self) -> bool:
+        """By steps, or by the minutes since the last checkpoint or the start: long steps must not cost hours."""
+        freq, minutes = self.spec.save_freq, self.spec.save_minutes
+        timed = minutes is not None and freq > 0 and time.monotonic() - self.saved_at >= 60 * minutes
+        return timed or due(self.done, freq)
 
     def state_items(self) -> dict[str, Stateful]:
         """Everything that changes from step to step, by its name in a checkpoint."""

@@ -4,12 +4,14 @@ import math
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from loop_helpers import PROMPTS, REFERENCE, FakeReference, FakeScorer, FakeSyncedReference, loop, make_validation
+from loop_helpers import PROMPTS, REFERENCE, FakeReference, FakeScorer, FakeSyncedReference, loop, make_validation, spec
 
 from mtrl.algorithms.divergence import Divergence
+from mtrl.commands.train import describe_saving
 from mtrl.config import load_config
 from mtrl.data import DataError
 from mtrl.training.clock import Clock
@@ -73,6 +75,39 @@ def test_when_to_validate_and_to_save(changes, validated, saved):
     assert [entry[1] for entry in journal if entry[0] == "validation"] == validated
     assert [entry[1] for entry in journal if entry[0] == "save"] == saved
     assert journal[-1] == ("save", 5) and journal[-2] == ("validation", 5), "the last model is validated, then saved"
+
+
+@pytest.mark.parametrize(
+    ("changes", "saved"),
+    [
+        ({"save_freq": 4}, [2, 4, 5]),  # at 120 s; step 4 by steps; at the end
+        ({"save_freq": 500}, [2, 4, 5]),
+        ({"save_freq": 1}, [1, 2, 3, 4, 5]),
+        ({"save_freq": -1}, [5]),
+        ({"save_freq": 500, "save_minutes": None}, [5]),
+    ],
+)
+def test_long_steps_are_saved_by_time(changes, saved, monkeypatch):
+    """Steps of 70 s each, a checkpoint after 2 minutes."""
+    made = loop(total_steps=5, **{"save_minutes": 2.0, **changes})
+    start = made.saved_at
+    monkeypatch.setattr("mtrl.training.loop.time", SimpleNamespace(monotonic=lambda: start + 70 * made.done))
+    made.run()
+    assert [entry[1] for entry in made.components.actor.journal if entry[0] == "save"] == saved
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"save_freq": 500, "save_minutes": 30.0}, "every 500 steps and every 30 minutes; a kill costs the work since"),
+        ({"save_freq": 5000, "save_minutes": 30.0}, "every 30 minutes; a kill costs"),
+        ({"save_freq": 500, "save_minutes": None}, "every 500 steps; a kill"),
+        ({"save_freq": 5000, "save_minutes": None}, "only at the end, so a kill costs the whole run"),
+        ({"save_freq": -1, "save_minutes": 30.0}, "only at the end, so a kill costs the whole run"),
+    ],
+)
+def test_the_start_says_what_a_kill_costs(changes, message):
+    assert describe_saving(spec(total_steps=1000, **changes)).startswith(message)
 
 
 def test_validation_samples_the_newest_weights_at_its_own_step():
