@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from mtrl.models.families import VISION_FAMILIES, describe_error, load_model_con
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES_IN_MESSAGE = 3
+# transformers changes torch's default dtype and initialisers while it builds a model, for all threads. Two at once would
+# leave them changed.
+LOADING = threading.RLock()
 
 
 def load_model(
@@ -53,8 +57,13 @@ def empty_model(
 ) -> PreTrainedModel:
     """The model of `load_model` on the meta device: shapes, and no numbers. (For adapters: their base.)"""
     model_class, options = _make_options(base_path(path), dtype, attn_implementation, trust_remote_code)
-    with torch.device("meta"):
-        return model_class.from_config(options.pop("config"), **options).eval()
+    return build_empty(model_class, options.pop("config"), **options)
+
+
+def build_empty(kind: Any, config: PreTrainedConfig, **options: Any) -> Any:
+    """The model of a configuration on the meta device."""
+    with LOADING, torch.device("meta"):
+        return kind.from_config(config, **options).eval()
 
 
 def _make_options(
@@ -79,15 +88,16 @@ def from_pretrained(kind: Any, path: str, **options: Any) -> tuple[Any, Mapping[
     random numbers and logs a long report, which is silenced: the caller must check it. Pickled weights are refused,
     and any error becomes a ValueError that names the path."""
     check_weight_files(path)
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
-    try:
-        return kind.from_pretrained(path, **options)
-    except Exception as error:  # a config.json can be wrong in any other way
-        raise ValueError(f"{path} cannot be loaded: {describe_error(error)}") from error
-    finally:
-        logging.set_verbosity(level)
+    with LOADING:
+        level = logging.get_verbosity()
+        logging.set_verbosity_error()
+        try:
+            return kind.from_pretrained(path, **options)
+        except Exception as error:  # a config.json can be wrong in any other way
+            raise ValueError(f"{path} cannot be loaded: {describe_error(error)}") from error
+        finally:
+            logging.set_verbosity(level)
 
 
 def check_loaded_weights(path: str, report: Mapping[str, Collection[Any]]) -> None:

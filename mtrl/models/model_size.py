@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification
 
 from mtrl.models.families import VISION_FAMILIES, load_model_config
+from mtrl.models.load_model import build_empty
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,7 @@ def reward_model_parameters(path: str, trust_remote_code: bool = False) -> int:
     config = load_model_config(path, trust_remote_code)
     has_vision = config.model_type in VISION_FAMILIES
     family: Any = AutoModelForImageTextToText if has_vision else AutoModelForSequenceClassification
-    with torch.device("meta"):
-        return _count(family.from_config(config, trust_remote_code=trust_remote_code))
+    return _count(build_empty(family, config, trust_remote_code=trust_remote_code))
 
 
 def head_width(text: Any) -> int:

@@ -25,7 +25,7 @@ from mtrl.models.checkpoint_files import check_weight_files
 from mtrl.models.families import VISION_FAMILIES, load_encoder, load_model_config, load_tokenizer
 from mtrl.models.families.text import TextEncoder, content_parts
 from mtrl.models.layout import continue_positions
-from mtrl.models.load_model import DTYPES, from_pretrained
+from mtrl.models.load_model import DTYPES, build_empty, from_pretrained
 from mtrl.models.parallel.fsdp import Sharding, compute_device, reshard, run_forward
 from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
 from mtrl.models.value_head import HEAD, OUTPUT_MATRIX, attach_head, empty_value_model, find_head
@@ -94,8 +94,7 @@ def load_reward_model(
     if sharding is None:
         return TextRewardModel(load().to(device), tokenizer)
     config.num_labels = 1
-    with torch.device("meta"):
-        empty = AutoModelForSequenceClassification.from_config(config, **options).eval()
+    empty = build_empty(AutoModelForSequenceClassification, config, **options)
     return TextRewardModel(sharding.load_sharded(empty, load).requires_grad_(False), tokenizer)
 
 

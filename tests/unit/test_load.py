@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import threading
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers.utils import logging
 
 from mtrl import cli
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
-from mtrl.models.load_model import load_model
+from mtrl.models.load_model import DTYPES, empty_model, load_model
 
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 
@@ -104,3 +105,29 @@ def test_train_reports_it_in_one_line(changed, tmp_path, capfd):
     said = capfd.readouterr().err
     assert f"mtrl: {directory}: the weights do not fit" in said and "LOAD REPORT" not in said
     assert logging.get_verbosity() == level
+
+
+def test_several_threads_may_load_at_once():
+    """transformers changes torch's default dtype and initialisers while it loads."""
+    path, barrier, faults = checkpoint("qwen2_5_vl"), threading.Barrier(3), []
+    initialisers = {name: getattr(torch.nn.init, name) for name in dir(torch.nn.init) if name.endswith("_")}
+
+    def work(load, dtype):
+        barrier.wait()
+        for _ in range(4):
+            try:
+                if next(load(path, dtype=dtype).parameters()).dtype != DTYPES[dtype]:
+                    faults.append(f"{dtype} was loaded as another")
+            except ValueError as error:
+                faults.append(str(error))
+
+    threads = [
+        threading.Thread(target=work, args=each)
+        for each in ((load_model, "bf16"), (load_model, "fp32"), (empty_model, "bf16"))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults and torch.get_default_dtype() == torch.float32
+    assert all(getattr(torch.nn.init, name) is function for name, function in initialisers.items())
