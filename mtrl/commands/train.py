@@ -15,9 +15,11 @@ from mtrl.compose.run import build, configure
 from mtrl.config import Config, find_warnings, take_file
 from mtrl.training.algorithm_spec import AlgorithmSpec
 from mtrl.training.resumable_run import Run, train_with_restarts
+from mtrl.utils.machine import stop_with_parent
 
 
 def run(arguments: Sequence[str]) -> int:
+    stop_with_parent()
     file, overrides = take_file(arguments)
     config, embedded = configure(file, overrides)
     log = open_log()

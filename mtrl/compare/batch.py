@@ -22,15 +22,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from mtrl.utils.errors import StartError
 from mtrl.utils.files import write_file
+from mtrl.utils.machine import STOPS_WITH
 
 EFFECTS_FILE = "manipulation.json"
 POLL_S = 0.2
 LAST_LINES = 5
+LIFELINE = cache(
+    os.pipe
+)  # nobody writes into it: its reader continues when all writers, this process alone, have ended
 MAX_CHANGES = 8  # shown of a result of other settings
 
 
@@ -182,10 +187,17 @@ def run_batch(
 
 
 def start(job: SeedJob, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a run that saves and stops if this process ends, in whatever way."""
     job.log.parent.mkdir(parents=True, exist_ok=True)
+    lifeline, _ = LIFELINE()
     with job.log.open("ab") as log:
         return subprocess.Popen(
-            job.command(), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
+            job.command(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**environment, STOPS_WITH: str(lifeline)},
+            pass_fds=(lifeline,),
         )
 
 

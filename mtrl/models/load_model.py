@@ -18,8 +18,8 @@ from mtrl.models.families import VISION_FAMILIES, describe_error, load_model_con
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES_IN_MESSAGE = 3
-# transformers changes torch's default dtype and initialisers while it builds a model, for all threads. Two at once would
-# leave them changed.
+# transformers changes torch's default dtype and initialisers while it builds a model, for all threads. Two at once
+# would leave them changed.
 LOADING = threading.RLock()
 
 

@@ -23,10 +23,12 @@ class Background:
         self.name, self.dropped = name, 0
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(waiting)
         self._has_failed = False
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None  # from the first job on: a build that fails leaves none
 
     def submit(self, job: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
+            self._thread.start()
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
@@ -34,6 +36,8 @@ class Background:
 
     def close(self) -> None:
         """Wait a limited time for the submitted jobs."""
+        if self._thread is None:
+            return
         with suppress(queue.Full):  # the thread hangs in a job, which is logged below
             self._jobs.put(None, timeout=PATIENCE_S)
         self._thread.join(PATIENCE_S)

@@ -1,12 +1,15 @@
-"""Memory, disk and processors of this machine or container."""
+"""Memory, disk and processors of this machine or container, and the process that started this one."""
 
 from __future__ import annotations
 
 import math
 import os
 import shutil
+import signal
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 CONTAINERS = (  # memory limit, memory in use and the name of the file cache: cgroups version 2, then version 1
@@ -18,6 +21,7 @@ CPU_QUOTA = (  # microseconds of processor time per period: cgroups version 2, t
     (Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")),
 )
 CPU_TIMES = Path("/proc/stat")  # for each processor: user, nice, system, idle, iowait, ..
+STOPS_WITH = "MTRL_STOPS_WITH"  # environment variable: descriptor of a pipe whose other end the parent holds
 SAMPLE_SECONDS = 0.3  # over which free processors are measured; the kernel counts in hundredths
 
 
@@ -115,3 +119,17 @@ def free_disk(path: Path) -> int:
 def started_by_torchrun() -> bool:
     """Whether torchrun started this process (it sets this variable)."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def stop_with_parent() -> None:
+    """If this process was given the end of a pipe (`STOPS_WITH`), raise SIGTERM in it when the other end is closed, as
+    when the process that started it is killed. A run then finishes its step and saves."""
+    if (descriptor := os.environ.pop(STOPS_WITH, None)) is None:
+        return
+
+    def wait() -> None:
+        with suppress(OSError):
+            os.read(int(descriptor), 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from functools import cache, partial
 from typing import Any, Generic, TypeVar, get_type_hints
 
-from mtrl.utils.plugins import PluginError, load_user_object
+from mtrl.utils.plugins import PluginError, find_line, load_user_object, split_spec
 from mtrl.utils.value_types import BadValue, validate
 
 T = TypeVar("T")
@@ -52,8 +52,9 @@ class Registry(Generic[T]):
         check_arguments(name, kind, {key: values[key] for key in arguments})
         try:
             made: T = kind(**values)
-        except TypeError as error:  # an argument without a default, or an abstract method
-            raise PluginError(f"{name}: {error}") from error
+        except Exception as error:  # an argument without a default, an abstract method, or the user's own code
+            known = "" if isinstance(error, TypeError) else f"{type(error).__name__}: "
+            raise PluginError(f"{name}: {known}{error}{find_line(error, split_spec(name)[0])}") from error
         return made
 
     def find(self, name: str) -> type[T]:

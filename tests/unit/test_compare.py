@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,35 @@ def test_an_archive_resumes_elsewhere_without_the_weights_of_finished_runs(fake_
     assert (elsewhere / "one/seed_0.done").exists() and (elsewhere / "one/seed_0/metrics.jsonl").exists()
     assert not (elsewhere / "one/seed_0/checkpoints").exists()
     assert (elsewhere / "slow/seed_0/checkpoints/weights").exists()
+
+
+def test_runs_of_a_killed_batch_save_and_stop(fake_runs, tmp_path):
+    """The batch is killed without a chance to stop its runs."""
+    script = tmp_path / "batch.py"
+    script.write_text(f"""
+import sys
+from pathlib import Path
+from mtrl.compare import batch
+code = "from mtrl.utils.machine import stop_with_parent; stop_with_parent(); "
+code += "import sys; sys.argv = sys.argv[:1] + sys.argv[2:]; exec(open({str(tmp_path / "fake_run.py")!r}).read())"
+real = batch.SeedJob.command
+batch.SeedJob.command = lambda job: [sys.executable, "-c", code, "", *real(job)[4:]]
+jobs = batch.plan_jobs({{"slow": {str(tmp_path / "slow.txt")!r}}}, range(1), [], Path({str(tmp_path / "out")!r}))
+batch.run_batch(jobs, 1, None, print)
+""")
+    log = tmp_path / "out/slow/seed_0.log"
+    process = subprocess.Popen([sys.executable, str(script)])
+    wait_until(lambda: log.is_file() and "begun" in log.read_text())
+    process.kill()
+    process.wait()
+    wait_until(lambda: "saved" in log.read_text())
+
+
+def wait_until(is_true, seconds=60):
+    end = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

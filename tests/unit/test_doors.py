@@ -3,6 +3,7 @@
 import pickle
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from mtrl.algorithms.advantages import ESTIMATORS, Gae, Grpo
 from mtrl.algorithms.credit.registry import RULES
 from mtrl.algorithms.losses import POLICY_LOSSES, Ppo
 from mtrl.compose.algorithm import make_algorithm, make_estimator, make_policy_loss
+from mtrl.compose.run import build
 from mtrl.config import ConfigError, load_config
 from mtrl.config.tree import known_leaves
+from mtrl.embedded.embedded_rows import CONFIG_FILE
 from mtrl.utils.plugins import PluginError
 
 ESTIMATOR = '''
@@ -148,3 +151,28 @@ def test_a_built_in_one_is_its_class():
     assert POLICY_LOSSES.make("gspo").level == "sequence"
     with pytest.raises(PluginError, match="there is no policy loss reinforce; there are ppo"):
         POLICY_LOSSES.make("reinforce")
+
+
+def test_a_logger_that_cannot_be_made_leaves_nothing_behind(tmp_path, monkeypatch):
+    """No thread, no lock on the run directory, and an error that names the line."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(BROKEN_LOGGER)
+    overrides = ["training.logger=[console, mine.py:Broken]", f"training.output_dir={tmp_path}"]
+    before = set(threading.enumerate())
+    for _ in range(2):
+        with pytest.raises(
+            ConfigError, match=r"training.logger: mine.py:Broken: RuntimeError: no network \(mine.py:8\)"
+        ):
+            build(load_config(CONFIG_FILE, overrides))
+    assert [thread.name for thread in threading.enumerate() if thread not in before] == []
+
+
+BROKEN_LOGGER = """from dataclasses import dataclass
+
+import mtrl
+
+@dataclass
+class Broken(mtrl.Callback):
+    def __post_init__(self):
+        raise RuntimeError("no network")
+"""
