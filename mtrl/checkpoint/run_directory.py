@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import re
+import shutil
 import socket
 import uuid
 from contextlib import suppress
@@ -133,6 +134,19 @@ class RunDirectory:
         if not re.fullmatch(r"[\w-]+", run_id):
             raise StartError(f"{file} does not hold the id that the run wrote there; put it back, or remove the file")
         return run_id
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename the directory of a run, which must not be in use, to `NAME.old` and return its new path; None if there is
+    no run. An earlier `NAME.old` is removed."""
+    if not any(os.path.lexists(path / name) for name in TRACES):
+        return None
+    target = path.with_name(f"{path.name}.old")
+    with RunDirectory(path):
+        if target.exists():
+            shutil.rmtree(target)
+        path.rename(target)
+    return target
 
 
 def check_known_files(path: Path) -> None:

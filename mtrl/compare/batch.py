@@ -33,9 +33,8 @@ from mtrl.utils.machine import STOPS_WITH
 EFFECTS_FILE = "manipulation.json"
 POLL_S = 0.2
 LAST_LINES = 5
-LIFELINE = cache(
-    os.pipe
-)  # nobody writes into it: its reader continues when all writers, this process alone, have ended
+# Nobody writes into this pipe: its readers continue when its only writer, this process, has ended.
+LIFELINE = cache(os.pipe)
 MAX_CHANGES = 8  # shown of a result of other settings
 
 

@@ -12,7 +12,7 @@ from mtrl.utils.value_types import describe, describe_names
 
 
 def explain(name: str | None) -> str:
-    """Explain a key, by its dotted name or, if it is unique, its last name. For a section, list its keys, one per line;
+    """Explain a key, by its dotted name, or all keys with this last name. For a section, list its keys, one per line;
     without a name, list all keys."""
     if name is None:
         return make_reference().rstrip()
@@ -20,11 +20,15 @@ def explain(name: str | None) -> str:
         return "\n".join(section_lines(name))
     name = RENAMED_KEYS.get(name, name)
     keys = [key for key in known_leaves() if name in (key, key.rpartition(".")[2])]
-    if len(keys) != 1:
+    if not keys:
         raise ConfigError([f"{name}: unknown key{suggest(name)}"])
-    facts = list(_facts(keys[0]))
+    return "\n\n".join(map(_explain_key, keys))
+
+
+def _explain_key(key: str) -> str:
+    facts = list(_facts(key))
     width = max(len(label) for label, _ in facts)
-    return "\n".join([keys[0], *(f"  {label:<{width}}  {text}" for label, text in facts)])
+    return "\n".join([key, *(f"  {label:<{width}}  {text}" for label, text in facts)])
 
 
 def _facts(key: str) -> Iterator[tuple[str, str]]:

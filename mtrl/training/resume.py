@@ -24,7 +24,7 @@ from mtrl.protocols import TaskSource
 from mtrl.training.off_policy import RUN_STATE
 from mtrl.utils.errors import Finished, StartError
 
-ANOTHER = "choose another training.experiment_name for a new run"
+ANOTHER = "choose another training.experiment_name for a new run (or overwrite=True in Python)"
 MOVE_AWAY = "move the folder away to resume from the checkpoint before it"
 
 logger = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from mtrl.checkpoint.run_directory import set_aside
 from mtrl.compose.policy import LoadedModel, save_checkpoint
 from mtrl.compose.run import (
     Reward,
@@ -37,6 +38,7 @@ from mtrl.training.trainer_arguments import (
     name_in_config,
     over,
     put,
+    short_names_in_errors,
 )
 from mtrl.utils.errors import Finished
 
@@ -46,8 +48,20 @@ REWARD_KEYS = ("reward_fn_path", "weights", "early_weights", "weight_schedule")
 logger = logging.getLogger(__name__)
 
 
+def is_validation(row: Mapping[str, Any]) -> bool:
+    return "perf/seconds_step" not in row
+
+
 class TrainingHistory(list[dict[str, Any]]):
-    """The rows of metrics.jsonl: one per step, one per validation."""
+    """The rows of metrics.jsonl: one per step, one per validation. `steps` and `validations` are those of one kind."""
+
+    @property
+    def steps(self) -> TrainingHistory:
+        return TrainingHistory(row for row in self if not is_validation(row))
+
+    @property
+    def validations(self) -> TrainingHistory:
+        return TrainingHistory(row for row in self if is_validation(row))
 
     def to_pandas(self) -> Any:
         """A DataFrame with one column per metric; missing values are NaN."""
@@ -75,7 +89,8 @@ class Trainer:
     datasets.Dataset. A reward function passed as an object runs in this process; one named by its file runs in the
     sandbox, with a time limit. `rewards` replace those of a configuration and their weights. `config` is a YAML file, a
     mapping or another trainer's config; keys override it. Wrong arguments raise here, before a model is loaded.
-    Callbacks (`mtrl.Callback`) are called as the run proceeds and closed at its end.
+    Callbacks (`mtrl.Callback`) are called as the run proceeds and closed at its end. `overwrite` starts anew: an
+    earlier run of this name is renamed to NAME.old.
     """
 
     def __init__(
@@ -87,6 +102,7 @@ class Trainer:
         val_data: Rows | Path | None = None,
         callbacks: Tracker | Sequence[Tracker] = (),
         config: str | Path | Mapping[str, Any] | Config | None = None,
+        overwrite: bool = False,
         **keys: Any,
     ) -> None:
         file, below = file_and_keys(config)
@@ -100,12 +116,15 @@ class Trainer:
             put(settings, "rewards", "worker.reward.functions", tuple(map(name_in_config, self._rewards)))
             settings = {f"worker.reward.{name}": None for name in REWARD_KEYS} | settings
         self._callbacks = checked_callbacks(callbacks)
-        self.config, self._embedded = configure(file, over(below, settings))
+        with short_names_in_errors(keys):
+            self.config, self._embedded = configure(file, over(below, settings))
         check_config(self.config)
         check_python_objects_given(self.config, self._rows, self._val_rows, self._rewards)
         for warning in find_warnings(self.config):
             logger.warning("%s", warning)
         self._loaded: LoadedModel | None = None
+        if overwrite and (old := set_aside(self.directory)):
+            say(f"overwrite: the earlier run of this name is now {old}")
 
     @property
     def directory(self) -> Path:

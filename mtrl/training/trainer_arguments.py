@@ -6,7 +6,9 @@ passed it, and only a script that passes it again can resume the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,22 @@ def full_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
         for key in config_keys(name):
             put(settings, name, key, value)
     return settings
+
+
+@contextmanager
+def short_names_in_errors(keys: Mapping[str, Any]) -> Iterator[None]:
+    """Errors of the configuration name a key as the caller wrote it, too: `lr (worker.actor.optim.lr): ..`."""
+    try:
+        yield
+    except ConfigError as error:
+        short = {full: name for name in keys for full in config_keys(name) if full != name}
+        raise ConfigError([add_short_names(each, short) for each in error.errors]) from error
+
+
+def add_short_names(text: str, short: Mapping[str, str]) -> str:
+    for full, name in short.items():
+        text = re.sub(rf"(?<![\w.]){re.escape(full)}(?![\w.])", f"{name} ({full})", text)
+    return text
 
 
 def config_keys(name: str) -> tuple[str, ...]:
@@ -161,7 +179,8 @@ def checked_callbacks(callbacks: Any) -> list[Tracker]:
     several = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
     for callback in several:
         if isinstance(callback, type) and issubclass(callback, Tracker):
-            raise TypeError(f"callbacks: {callback.__name__} is a class; pass an instance: {callback.__name__}(..)")
+            name = "mtrl.Callback" if callback is Tracker else callback.__name__
+            raise TypeError(f"callbacks: {name} is a class; pass an instance: {name}(..)")
         if not isinstance(callback, Tracker):
             raise TypeError(f"callbacks: objects whose class inherits from mtrl.Callback, got {kind(callback)}")
     return several

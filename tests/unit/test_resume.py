@@ -147,7 +147,7 @@ LOGGING = (
     *("logger", "log_preview_chars", "colorize_output", "realtime_rollout_logging"),
     *("rollout_log_path", "attention_diag_log_path", "val_generations_to_log"),
     *("record_rollouts_per_step", "record_attention_maps", "record_limit_gib"),
-    *("save_freq", "save_limit", "best_metric", "val_freq", "val_before_train", "val_only"),
+    *("save_freq", "save_minutes", "save_limit", "best_metric", "val_freq", "val_before_train", "val_only"),
 )
 PLACE = ("output_dir", "project_name", "experiment_name", "find_last_checkpoint", "fresh", "load_checkpoint_path")
 

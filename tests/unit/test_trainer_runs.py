@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -149,6 +150,23 @@ def test_another_configuration_is_an_error_everywhere(trained):
     for look in (lambda: other.history, lambda: other.model, other.evaluate, other.train):
         with pytest.raises(mtrl.StartError, match=r"worker\.actor\.optim\.lr: was 0\.0001, is 0\.5"):
             look()
+
+
+def test_overwrite_starts_anew_and_keeps_the_earlier_run_aside(trained, tmp_path, capsys):
+    """As when a cell of a notebook is run again with another learning rate."""
+    shutil.copytree(trained[0].directory.parents[1], tmp_path, dirs_exist_ok=True)
+    again = trainer_in(tmp_path, lr=2e-5, overwrite=True)
+    aside = again.directory.with_name("rows.old")
+    assert f"the earlier run of this name is now {aside}" in capsys.readouterr().err
+    assert again.history == [] and len(read_rows(aside / "metrics.jsonl")) == len(trained[0].history)
+    assert trainer_in(tmp_path, lr=3e-5, overwrite=True).history == [], "nothing there is no error"
+
+
+def test_history_by_kind(trained):
+    history = trained[0].history
+    assert [row["step"] for row in history.steps] == [1, 2] and "actor/grad_norm" in history.steps[-1]
+    assert len(history.steps) + len(history.validations) == len(history)
+    assert all(any(name.startswith("val/") for name in row) for row in history.validations)
 
 
 def test_the_saved_configuration_names_the_objects_of_the_script(trained, capsys):
