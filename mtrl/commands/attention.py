@@ -21,13 +21,19 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.signals import pool_sizes, segment, vgr
-from mtrl.commands.load_arguments import OptionParser, check_call, load_evaluation_config, whole_number
+from mtrl.commands.load_arguments import (
+    OptionParser,
+    check_call,
+    find_run_and_checkpoint,
+    load_evaluation_config,
+    whole_number,
+)
 from mtrl.compose import algorithm
 from mtrl.compose.policy import build_generator, build_policy, model_path
 from mtrl.compose.task_source import validation_sampler
 from mtrl.config import Config, ConfigError
 from mtrl.config.unsupported import check_supported
-from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
+from mtrl.embedded.embedded_rows import MODELS
 from mtrl.models.families import TextEncoder
 from mtrl.models.forward import Forward
 from mtrl.report.attention_page import AttentionSample, DrawnAttention, make_overview, write_report
@@ -43,9 +49,18 @@ OPTIONS = OptionParser(__doc__, "--data", "--tokens", "--out")
 OPTIONS.add_argument("--samples", type=whole_number(), default=8)
 
 
+def is_of_embedded_task(path: str, config: Config) -> bool:
+    """Whether this is an embedded model or a run on its task, which has validation data of its own."""
+    if path in MODELS or Path(path).resolve() in MODELS.values():
+        return True
+    return not config.dataset.train_files and find_run_and_checkpoint(path)[0] is not None
+
+
 def run(arguments: Sequence[str]) -> int:
     options, path, overrides = OPTIONS.parse_path(arguments, "which model?")
     config = load_evaluation_config(path, overrides, options.data)
+    if not config.dataset.val_files and not is_of_embedded_task(path, config):
+        raise ConfigError(["dataset.val_files: nothing to answer; name a file (--data F)"])
     checkpoint = Path(model_path(config))
     out = Path(options.out) if options.out else check_call(default_report_dir, Path(path), checkpoint)
     if not is_writable(out):  # better now than after the work
@@ -82,8 +97,6 @@ def measure_attention(config: Config, samples: int, words: Sequence[str]) -> lis
     encoder, policy = build_policy(config)
     if policy.backbone.vision_tower is None:
         raise StartError(f"{model_path(config)} is a text model: there is no image to look at")
-    if not config.dataset.val_files and config.worker.actor.model.model_path != str(MODEL_DIRECTORY):
-        raise ConfigError(["dataset.val_files: nothing to answer; name a file (--data F)"])
     sampling = replace(algorithm.make_validation_sampling(config), n=1)
     answers = []
     with closing(build_generator(config, policy, encoder)) as generator:

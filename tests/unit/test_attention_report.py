@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from PIL import Image
 from tiny_models import checkpoint
 
 from mtrl import cli
+from mtrl.checkpoint.manifest import seal
 from mtrl.commands.attention import MOST_DRAWN, choose_tokens, default_report_dir, find_token, split_by_image
-from mtrl.embedded.embedded_rows import MODEL_DIRECTORY, SIZES
+from mtrl.embedded.embedded_rows import CONFIG_FILE, MODEL_DIRECTORY, SIZES
 from mtrl.report.attention_page import AttentionSample, make_overview, write_report
 from mtrl.report.heat_map import STRONGEST, ImageAttention, bleach, draw_heat_maps, heat_maps
 from mtrl.types import SEGMENTS
@@ -176,6 +178,17 @@ def test_the_requested_tokens_are_drawn(tmp_path, few_questions):
     assert cli.main(words) == 0
     first, last = sorted(path.name for path in (tmp_path / "pictures").iterdir())
     assert first == "sample1_token0.png" and int(re.findall(r"\d+", last)[1]) > 5
+
+
+def test_a_run_on_the_embedded_task_brings_its_data(tmp_path, few_questions):
+    """As `mtrl eval RUN` does."""
+    run = tmp_path / "run"
+    shutil.copytree(MODEL_DIRECTORY, run / "checkpoints/step_1")
+    (run / "checkpoints/step_1/trainer_state.json").write_text('{"step": 1}')
+    seal(run / "checkpoints/step_1")
+    (run / "config.yaml").write_text(CONFIG_FILE.read_text())
+    for path in (run, run / "checkpoints/step_1"):
+        assert cli.main(["attention", str(path), "--samples", "1", "--out", str(tmp_path / "out")]) == 0
 
 
 @pytest.mark.parametrize(
