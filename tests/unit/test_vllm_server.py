@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mtrl.rollout.vllm import server_engine
 from mtrl.rollout.vllm.requests import Request
 from mtrl.rollout.vllm.server_engine import MAX_RESPONSES, VllmServer
 from mtrl.utils.errors import RunError, StartError
@@ -23,10 +24,14 @@ class Fake(ThreadingHTTPServer):
     """`development`: whether it has the endpoints for weights; `tokens`: the endpoint for tokens; `raw`: whether its
     log-probs are those of the whole distribution."""
 
-    def __init__(self, development=True, model="models/tiny", prompt_lengths=(3, 6), tokens=True, raw=False):
+    def __init__(
+        self, development=True, model="models/tiny", prompt_lengths=(3, 6), tokens=True, raw=False, host="127.0.0.1",
+        key=None,
+    ):  # fmt: skip
         self.development, self.model, self.lengths, self.asked, self.label = development, model, prompt_lengths, [], "0"
         self.busy, self.tokens, self.raw = False, tokens, raw
-        super().__init__(("127.0.0.1", 0), Handler)
+        self.key = key
+        super().__init__((host, 0), Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -45,7 +50,15 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
+    def is_denied(self):
+        if self.server.key is None or self.headers.get("Authorization") == f"Bearer {self.server.key}":
+            return False
+        self.answer(401, {"error": "Unauthorized"})
+        return True
+
     def do_GET(self):
+        if self.is_denied():
+            return
         if self.path == "/v1/models":
             self.answer(200, {"data": [{"id": "served", "root": self.server.model, "max_model_len": 99}]})
         elif self.path == "/is_sleeping" and self.server.development:
@@ -55,6 +68,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.is_denied():
+            return
         body = json.loads(sent) if sent else None
         if self.path == "/inference/v1/generate" and not (body and self.server.tokens):
             self.answer(422 if self.server.tokens else 403, {"detail": "no"})
@@ -103,6 +118,32 @@ def start():
 
 def connect(fake, model="elsewhere/tiny"):
     return VllmServer(fake.address, model, torch.float32)
+
+
+def test_a_server_that_other_machines_can_reach_is_refused(start, monkeypatch):
+    """127.0.0.2 stands for another address of this machine."""
+    monkeypatch.setattr(server_engine, "public_addresses", lambda: ["127.0.0.2"])
+    assert connect(start()).takes_weights, "127.0.0.1 alone"
+    everywhere = start(host="0.0.0.0")
+    with pytest.raises(StartError, match=r"answers on 127\.0\.0\.2.*--host 127\.0\.0\.1"):
+        connect(everywhere)
+    assert not connect(start(host="0.0.0.0", development=False)).takes_weights, "nothing can be replaced there"
+    monkeypatch.setenv("MTRL_TRUSTED_NETWORK", "1")
+    assert connect(everywhere).takes_weights
+
+
+def test_the_addresses_of_this_machine_are_not_loopback():
+    assert not [
+        address for address in server_engine.public_addresses() if address.startswith("127.") or address == "::1"
+    ]
+
+
+def test_the_key_is_sent(start, monkeypatch):
+    locked = start(key="secret")
+    with pytest.raises(StartError, match="401"):
+        connect(locked)
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert connect(locked).takes_weights
 
 
 def test_requests_and_responses(start):

@@ -6,16 +6,21 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import shutil
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from http.client import HTTPException
+from ipaddress import ip_address
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -32,6 +37,8 @@ MAX_RESPONSES = 64  # per request: servers reject more than --max-num-seqs, whic
 ROUNDING = 1e-4
 TOKENS = "/inference/v1/generate"
 DEVELOPMENT = "VLLM_SERVER_DEV_MODE=1"
+TRUSTED_NETWORK = "MTRL_TRUSTED_NETWORK"  # environment variable: other machines may reach such a server
+PROBE_SECONDS = 1.0
 
 
 class VllmServer:
@@ -55,6 +62,8 @@ class VllmServer:
                              "--enable-scale-out, as in docs/vllm.md (vLLM 0.32 or newer)")  # fmt: skip
         self._check_logprobs_mode()
         self.takes_weights = self._status("GET", "/is_sleeping") == 200
+        if self.takes_weights and not os.environ.get(TRUSTED_NETWORK):
+            check_not_exposed(self.url)
 
     def _served(self) -> dict[str, Any]:
         try:
@@ -133,7 +142,7 @@ class VllmServer:
 
     # ----------------------------------------------------------------------------------------------------------- HTTP
     def _status(self, method: str, path: str) -> int:
-        request = urllib.request.Request(self.url + path, method=method)
+        request = urllib.request.Request(self.url + path, method=method, headers=authorization())
         try:
             with urllib.request.urlopen(request, timeout=CONNECT_SECONDS) as reply:
                 return int(reply.status)
@@ -145,7 +154,7 @@ class VllmServer:
     def _request(self, method: str, path: str, body: Any = None, seconds: float = RESPONSE_SECONDS) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
-            self.url + path, data=data, method=method, headers={"Content-Type": "application/json"}
+            self.url + path, data=data, method=method, headers={"Content-Type": "application/json", **authorization()}
         )
         try:
             with urllib.request.urlopen(request, timeout=seconds) as reply:
@@ -157,6 +166,46 @@ class VllmServer:
             reason = getattr(error, "reason", error)
             raise RunError(f"{self.url} cannot be reached: {reason}") from error
         return json.loads(content) if content else None
+
+
+def authorization() -> dict[str, str]:
+    """The key that the server was started with, from vLLM's own environment variable."""
+    key = os.environ.get("VLLM_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def check_not_exposed(url: str) -> None:
+    """Raise StartError if other machines can reach a server that accepts weights: its development endpoints run
+    methods by name, and a key does not guard them."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    exposed = [address for address in public_addresses() if is_listening(address, port)]
+    if exposed:
+        raise StartError(
+            f"worker.rollout.address: the vLLM server with {DEVELOPMENT} also answers on {exposed[0]}, where anybody "
+            f"can replace its weights, with a key as well; start it with --host 127.0.0.1. If a firewall guards the "
+            f"port, set {TRUSTED_NETWORK}=1"
+        )
+
+
+def public_addresses() -> list[str]:
+    """The addresses of this machine, except those of the machine itself."""
+    found: set[str] = set()
+    with suppress(OSError):
+        found |= {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)}
+    for family, outside in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((outside, 9))  # sends nothing: the system chooses the interface
+            found.add(probe.getsockname()[0])
+    return sorted(address for address in found if not ip_address(address.partition("%")[0]).is_loopback)
+
+
+def is_listening(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=PROBE_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def split_request(request: Request, n: int) -> list[tuple[Request, int]]:
