@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 import torch
+from ray._private import services
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -23,6 +24,7 @@ from mtrl.distributed.object_refs import ObjectRefs
 from mtrl.distributed.weight_channel import WeightChannel
 from mtrl.models.parallel.ranks import Ranks
 from mtrl.utils.errors import StartError
+from mtrl.utils.machine import LOOPBACK
 
 START_ATTEMPTS = 3
 PLACEMENT_SECONDS = 120.0  # for a cluster to find room for all processes
@@ -184,12 +186,24 @@ def start_ray(cores: int) -> None:
     quiet: dict[str, Any] = {"include_dashboard": False, "logging_level": logging.ERROR}
     for left in reversed(range(START_ATTEMPTS)):
         try:
-            ray.init(address="local", num_cpus=cores, log_to_driver=True, **quiet)
+            with loopback_allowed():
+                ray.init(address="local", num_cpus=cores, log_to_driver=True, _node_ip_address=LOOPBACK, **quiet)
             return
         except Exception as error:  # Ray has no specific class for it
             if not left:
                 raise StartError(f"Ray does not start on this machine in {START_ATTEMPTS} attempts: {error}") from error
             logger.warning("Ray has not started (%s); trying again", error)
+
+
+@contextmanager
+def loopback_allowed() -> Iterator[None]:
+    """Ray 2.60 replaces 127.0.0.1 by an address that other machines can reach, and then listens on all interfaces. A
+    cluster of one machine needs neither."""
+    replaced, services.resolve_ip_for_localhost = services.resolve_ip_for_localhost, lambda host: host
+    try:
+        yield
+    finally:
+        services.resolve_ip_for_localhost = replaced
 
 
 @contextmanager

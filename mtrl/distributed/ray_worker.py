@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+import torch.distributed as dist
 
 from mtrl.distributed.object_refs import resolve
-from mtrl.distributed.torchrun_group import execute, join_ranks
+from mtrl.distributed.torchrun_group import TIMEOUT, execute, join_ranks
 from mtrl.distributed.weight_channel import Format, from_bytes
 from mtrl.models.parallel.ranks import Ranks
+from mtrl.utils.machine import LOOPBACK
 
 SIDE_CHANNEL, HEARTBEAT, WEIGHTS = "side_channel", "heartbeat", "weights"  # threads next to the one that computes
 
@@ -29,12 +31,18 @@ def limit_threads() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
-def join_at(address: tuple[str, int], rank: int, size: int) -> Ranks:
-    """Joins a process group of this size at the address of its first rank."""
+def join_at(address: tuple[str, int], rank: int, size: int, listener: socket.socket | None) -> Ranks:
+    """Joins a process group of this size at the address of its first rank, which holds the `listener`. torch's store
+    would listen on all interfaces, and anybody may read and write it."""
     host, port = address
     os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "LOCAL_RANK": "0"}  # Ray shows it only one GPU
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
-    return join_ranks()
+    if host == LOOPBACK:
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    descriptor = listener.detach() if rank == 0 and listener is not None else None
+    store = dist.TCPStore(host, port, size, rank == 0, timeout=TIMEOUT, master_listen_fd=descriptor)
+    return join_ranks(store)
 
 
 remote: Any = ray.remote  # its type hints do not know concurrency groups
@@ -48,6 +56,7 @@ class RayWorker:
         self.number, self.size, self.kind = number, size, kind
         self.received: Queue[tuple[Any, Any]] = Queue(maxsize=1)
         self.roles: Mapping[str, Any] = {}
+        self.listener: socket.socket | None = None  # where other ranks meet, if this is the first
         log.parent.mkdir(parents=True, exist_ok=True)
         file = log.open("a", buffering=1)
         faulthandler.enable(file)
@@ -62,10 +71,11 @@ class RayWorker:
         return f"{self.kind} {self.number}"
 
     def address(self) -> tuple[str, int]:
-        """Where ranks meet if this is the first: its machine, and a port that is free there."""
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return ray.util.get_node_ip_address(), free.getsockname()[1]
+        """Where ranks meet if this is the first: its machine, and a port there that it holds from now on."""
+        self.listener = socket.socket()
+        self.listener.bind((ray.util.get_node_ip_address(), 0))
+        host, port = self.listener.getsockname()
+        return host, port
 
     def location(self) -> tuple[str, int]:
         """Its machine and its process, for messages."""
@@ -74,7 +84,7 @@ class RayWorker:
     def build_rank(self, address: tuple[str, int], build: Callable[[Ranks], Mapping[str, Any]]) -> None:
         """Joins the other ranks, and builds its workers together with them."""
         limit_threads()
-        self.roles = build(join_at(address, self.number, self.size))
+        self.roles = build(join_at(address, self.number, self.size, self.listener))
 
     def build_engine(
         self, build: Callable[[Callable[[], Any]], Mapping[str, Any]], address: tuple[str, int], tp_size: int
@@ -83,7 +93,7 @@ class RayWorker:
         weights from a queue."""
         limit_threads()
         if tp_size > 1:
-            join_at(address, self.number % tp_size, tp_size)
+            join_at(address, self.number % tp_size, tp_size, self.listener)
         self.roles = build(self.received.get)
 
     @ray.method(concurrency_group=WEIGHTS)

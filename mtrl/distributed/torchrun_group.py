@@ -24,15 +24,16 @@ Call = tuple[str, str, tuple[Any, ...]]  # role, method, arguments
 Roles = Mapping[str, Any]  # the workers of a process, by role
 
 
-def join_ranks() -> Ranks:
+def join_ranks(store: dist.Store | None = None) -> Ranks:
     """This process among those that `torchrun` has started, by the variables that it sets; each uses its own GPU, if
-    there are any."""
+    there are any. Ranks that Ray has started meet at their own `store`."""
     backend = "cpu:gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl"
     if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        rank, size = (-1, -1) if store is None else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=size)
     return all_ranks(TIMEOUT)
 
 

@@ -22,6 +22,7 @@ CPU_QUOTA = (  # microseconds of processor time per period: cgroups version 2, t
 )
 CPU_TIMES = Path("/proc/stat")  # for each processor: user, nice, system, idle, iowait, ..
 STOPS_WITH = "MTRL_STOPS_WITH"  # environment variable: descriptor of a pipe whose other end the parent holds
+LOOPBACK = "127.0.0.1"
 SAMPLE_SECONDS = 0.3  # over which free processors are measured; the kernel counts in hundredths
 
 

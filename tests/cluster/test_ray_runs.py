@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from helpers import close, is_alive
 from run_helpers import finish, get_run_dir, read_metrics, same_end, train_arguments
@@ -96,6 +97,20 @@ def test_a_killed_rank_changes_no_numbers(tmp_path):
 
 APART = ("worker.hybrid_engine=false", "worker.rollout.n_gpus=1")
 LAGS = ("worker.rollout.off_policy_steps=1", "worker.actor.optim.lr=1e-4", "training.max_steps=3")
+
+
+def test_a_run_on_one_machine_listens_to_that_machine_alone(tmp_path):
+    """Ray, torch's store and gloo: nobody else can connect to them."""
+    run = start(tmp_path)
+    wait_for(lambda: updates(tmp_path, 1), "update")
+    tree = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
+    sockets = [
+        (each.name(), end.laddr) for each in tree for end in each.net_connections("tcp") if end.status == "LISTEN"
+    ]
+    assert len(sockets) >= 6, "those of Ray, of the store and of the ranks"
+    assert not [each for each in sockets if each[1].ip not in ("127.0.0.1", "::ffff:127.0.0.1", "::1")], sockets
+    run.send_signal(signal.SIGTERM)
+    run.wait(SECONDS)
 
 
 def completed(output, *words):
