@@ -4,7 +4,12 @@ import ast
 import re
 import sys
 import tomllib
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, requires
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from sources import ROOT, SOURCES, nodes, parse
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -63,3 +68,30 @@ def test_every_file_next_to_the_code_is_packaged():
     packaged = {path for pattern in patterns for path in (ROOT / "mtrl").glob(pattern)}
     files = {path for path in (ROOT / "mtrl").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     assert files - set(SOURCES.values()) <= packaged
+
+
+FREE = {"mtrl", "setuptools", "fastapi"}  # fastapi: vLLM needs an older one
+
+
+def test_everything_that_setup_installs_has_a_pinned_version():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line}
+    assert not required("mtrl", frozenset({"dev"})) - pinned - FREE, "add them to constraints.txt"
+
+
+@cache
+def required(name: str, extras: frozenset[str] = frozenset()) -> frozenset[str]:
+    """A distribution and all that it needs, as far as they are installed."""
+    found = {canonicalize_name(name)}
+    with suppress(PackageNotFoundError):
+        for text in requires(name) or ():
+            needed = Requirement(text)
+            if needed.marker is None or any(needed.marker.evaluate({"extra": each}) for each in (*extras, "")):
+                inner = frozenset(needed.extras)
+                found |= required(needed.name, inner) if (needed.name, inner) != (name, extras) else set()
+        return frozenset(found)
+    return frozenset()
+
+
+def test_libraries_with_known_holes_are_not_accepted():
+    assert {"jinja2>=3.1.6", "pillow>=12.1.1"} <= set(PROJECT["project"]["dependencies"])
