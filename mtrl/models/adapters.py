@@ -7,6 +7,7 @@ which name their base.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,8 @@ BASE = "base_model_name_or_path"
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """`targets` are suffixes of module names; None: every projection of the layers. Adapters are stored in `dtype`."""
+    """`lora_target_modules` are suffixes of module names; None: every projection of the layers. Adapters are stored in
+    `dtype`."""
 
     lora_rank: int = 8
     lora_alpha: int = 16
@@ -238,6 +240,9 @@ def save_adapters(model: Any, tensors: Mapping[str, Tensor], directory: Path) ->
     settings, base = model.peft_config[ADAPTER], model.name_or_path
     setattr(settings, BASE, str(Path(base).resolve()) if Path(base).exists() else base)
     settings.save_pretrained(directory)
+    written = read_json_object(directory / CONFIG)  # peft writes its sets in any order: the file would differ each time
+    ordered = {name: sorted(value) if isinstance(value, list) else value for name, value in written.items()}
+    (directory / CONFIG).write_text(json.dumps(ordered, indent=2, sort_keys=True), encoding="utf-8")
     save_file({name: each.contiguous() for name, each in tensors.items()}, directory / WEIGHTS, {"format": "pt"})
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(directory)

@@ -223,6 +223,12 @@ def test_files_are_in_peft_format(saved):
     assert torch.equal(log_probs(Backbone(loaded.eval())), log_probs(backbone))
 
 
+def test_the_settings_are_the_same_bytes_each_time(saved):
+    """peft keeps the names of modules in a set, whose order differs from process to process."""
+    modules = json.loads((saved[1] / "adapter_config.json").read_text())["target_modules"]
+    assert len(modules) > 3 and modules == sorted(modules)
+
+
 def test_they_are_restored_bitwise_and_as_a_merged_model(saved):
     backbone, directory = saved
     other = adapted(trained=False)
