@@ -25,6 +25,7 @@ from mtrl.rewards.outcomes import Outcome, sanitize_tail
 from mtrl.rewards.signatures import Sample, Traits, UserReward
 from mtrl.rewards.worker_process import END_SECONDS, WorkerProcess
 from mtrl.types import Needs
+from mtrl.utils.errors import StartError
 
 START_SECONDS = 120.0  # time limit of loading a function: a reward file may import a large library
 MIN_MEMORY_LIMIT = 8 << 30  # bytes per worker, whatever the machine has: libraries reserve more than they use
@@ -303,7 +304,10 @@ class InProcess:
 
     def __init__(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         self.name: str = getattr(function, "__name__", type(function).__name__)
-        self._reward = UserReward(function, kwargs)
+        try:
+            self._reward = UserReward(function, kwargs)
+        except ValueError as error:
+            raise StartError(f"the reward function {self.name}: {error}") from error
         self.needs = PROVIDED_SIGNALS if self._reward.traits.signals else Needs()
 
     def submit(self, samples: Sequence[Sample], group: Sequence[int] | None = None) -> list[Future[Outcome]]:

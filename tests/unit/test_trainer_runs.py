@@ -162,6 +162,14 @@ def test_overwrite_starts_anew_and_keeps_the_earlier_run_aside(trained, tmp_path
     assert trainer_in(tmp_path, lr=3e-5, overwrite=True).history == [], "nothing there is no error"
 
 
+def test_a_reward_with_wrong_parameters_is_named(tmp_path):
+    def compare_with(first, second):
+        return 1.0
+
+    with pytest.raises(mtrl.StartError, match=r"the reward function compare_with: it cannot be called as f\(data\)"):
+        trainer_in(tmp_path, rewards=compare_with).train()
+
+
 def test_history_by_kind(trained):
     history = trained[0].history
     assert [row["step"] for row in history.steps] == [1, 2] and "actor/grad_norm" in history.steps[-1]
