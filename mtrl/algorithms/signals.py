@@ -13,6 +13,10 @@ from mtrl.utils.user_code import call_user_code, check_shape
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: a larger ratio carries no information, and float32 soon overflows
 DEPENDENCY_LIMIT = 10.0
+# S that rounding alone can make: S is half the square of a difference of log-probs, and two passes agree to about 1e-5
+# with float32 products and 1e-3 with TF32 ones. (With bf16 rounding makes more, which looks like a signal.)
+DEPENDENCY_NOISE = 1e-6
+ENTROPY_NOISE = 1e-6  # nats: what float32 leaves of the entropy of a certain token, summed over the vocabulary
 MASS_FLOOR = 1e-8
 ATTENTION = ("attention_mass", "prompt_attention_mass", "attention_maps")  # signals that need attention
 TEXT, VISION = 0, 1  # the last axis of a mass

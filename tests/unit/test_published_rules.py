@@ -116,14 +116,31 @@ def test_perception_bonus_takes_the_difference_of_both_views():
             answer(PerceptionBonus(), [1], **{known: [[-1.0]]})
 
 
-def test_vision_entropy_is_weighted_if_there_is_any():
-    """Products with a mean of 1e-12: only above it they are weighted."""
-    for much, weighed in ((1.2e-12, True), (1e-12, False), (0.8e-12, False)):
-        entropy = torch.tensor([[2 * much, 1]], dtype=torch.float64)
-        signals = Signals(dependency=torch.tensor([[1.0, 0]]), entropy=entropy)
+@pytest.mark.parametrize("noisy", ["dependency", "entropy"])
+def test_vision_entropy_is_weighted_if_there_is_any(noisy):
+    """A token must have both S and H above 1e-6. Below that both are rounding, whatever the rest of the row has."""
+    for much, weighed in ((1.2e-6, True), (1e-6, False), (0.8e-6, False)):
+        values = {"dependency": [1.0, 0], "entropy": [1.0, 0]} | {noisy: [much, 1]}
+        signals = Signals(**{name: torch.tensor([x], dtype=torch.float64) for name, x in values.items()})
         experience = fake_experience(fake_rollouts([2]), signals)
-        assert vision_entropy(experience).tolist() == [[2 * much, 0]]
+        assert vision_entropy(experience).tolist() == [[much, 0]]
         assert (VisionEntropyWeights().apply(experience, KEY) != 1).any() == weighed
+
+
+def test_rounding_gets_no_weights():
+    """S of 1e-13 is a log-prob that differs in its last bit. Ranked, it gave weights from 0.2 to 3."""
+    noise, some = [[1e-13, 4e-13, 0, 2e-14]], [[1.0, 0.5, 2, 1]]
+    for rule in (VisionEntropyWeights(), MassGate()):
+        same(answer(rule, [4], dependency=noise, entropy=some), torch.ones(1, 4))
+    same(answer(VisionEntropyWeights(), [4], dependency=some, entropy=noise), torch.ones(1, 4))
+    rows = answer(TrajectoryScaling(), [2, 2], dependency=[[1e-13, 0], [0, 4e-13]])
+    same(rows, torch.ones(2))
+    # Noise beside tokens that depend on the image takes nothing from them: products 1, 1/2, ~0, ~0 over a mean of 3/8.
+    found = answer(VisionEntropyWeights(), [4], dependency=[[0.2, 0.1, 1e-13, 1e-9]], entropy=[[1.0, 1, 1, 1]])
+    close(found, [[8 / 3, 4 / 3, 0.2, 0.2]])
+
+
+def test_vision_entropy_needs_both_signals():
     found = over_maximum(torch.tensor([[0.0, 0, 0], [1, 4, 9]]), bits([1, 1, 1], [1, 1, 0]))
     assert found.tolist() == [[0, 0, 0], [0.25, 1, 0]], "values off the mask are 0 and no maximum"
     for known in ("dependency", "entropy"):

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from mtrl.algorithms.credit.rule import Key, Weight
 from mtrl.algorithms.groups import row_mean
+from mtrl.algorithms.signals import DEPENDENCY_NOISE
 from mtrl.types import Experience, Needs
-
-FLAT_MEAN = 1e-6  # mean S that rounding alone can make: every token keeps weight 1
 
 
 @dataclass(frozen=True)
 class MassGate(Weight):
-    """v [N, T] with mean 1 over a response. Rows without an image, or without any dependency, get ones."""
+    """v [N, T] with mean 1 over a response. Rows without an image, or whose S is rounding, get ones."""
 
     threshold: float = 1.0  # as a multiple of the mean S of the response
     strength: float = 1.0  # 0: plain advantages
@@ -33,6 +32,6 @@ class MassGate(Weight):
         mean = row_mean(dependency, rollouts.mask)[:, None]
         gated = dependency.double().where(rollouts.mask & (dependency >= self.threshold * mean), 0.0)
         share = row_mean(gated, rollouts.mask)[:, None]
-        judged = rollouts.visual[:, None] & (share > FLAT_MEAN) & rollouts.mask
+        judged = rollouts.visual[:, None] & (share > DEPENDENCY_NOISE) & rollouts.mask
         weights = 1 - self.strength + self.strength * gated / share
         return weights.where(judged, 1.0).float()

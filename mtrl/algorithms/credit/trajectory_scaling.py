@@ -9,9 +9,8 @@ from torch import Tensor
 
 from mtrl.algorithms.credit.rule import Key, Weight
 from mtrl.algorithms.groups import row_mean
+from mtrl.algorithms.signals import DEPENDENCY_NOISE
 from mtrl.types import Experience, Needs
-
-FLAT_RANGE = 1e-6  # a smaller range of scores is rounding: every response keeps scale 1
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class TrajectoryScaling(Weight):
         if scored.any():
             score = row_mean(dependency, mask)[scored]
             spread = score.max() - score.min()
-            if spread > FLAT_RANGE:
+            if spread > DEPENDENCY_NOISE:  # else every response keeps scale 1
                 u = (score - score.min()) / spread
                 scale[scored] = self.trajectory_scaling_min + u * (self._top(u) - self.trajectory_scaling_min)
         return scale.float()

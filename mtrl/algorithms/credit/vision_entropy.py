@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mtrl.algorithms.credit.rule import Filter, Key, Weight
 from mtrl.algorithms.groups import masked_mean, row_mean, top_fraction
+from mtrl.algorithms.signals import DEPENDENCY_NOISE, ENTROPY_NOISE
 from mtrl.types import Experience, Needs
 
 TINY = 1e-12
@@ -41,16 +42,18 @@ class VisionEntropy(Filter):
 
 @dataclass(frozen=True)
 class VisionEntropyWeights(Weight):
-    """v [N, T] with mean 1 over a response before the clip. Rows without an image, or with s = 0 throughout, get
-    ones."""
+    """v [N, T] with mean 1 over a response before the clip. Rows without an image get ones, and so do rows in which no
+    token has both S and H above what rounding can make: their s would rank rounding errors."""
 
     clip: tuple[float, float] = (0.2, 3.0)
     needs = Needs("dependency", "entropy")
 
     def apply(self, experience: Experience, key: Key) -> Tensor:
-        score, rollouts = vision_entropy(experience), experience.rollouts
+        score, rollouts, signals = vision_entropy(experience), experience.rollouts, experience.signals
+        assert signals.dependency is not None and signals.entropy is not None
         mean = row_mean(score, rollouts.mask)[:, None]
-        judged = rollouts.visual[:, None] & (mean > TINY) & rollouts.mask
+        above_noise = (signals.dependency > DEPENDENCY_NOISE) & (signals.entropy > ENTROPY_NOISE) & rollouts.mask
+        judged = rollouts.visual[:, None] & above_noise.any(1, keepdim=True) & rollouts.mask
         return (score / mean).clamp(*self.clip).where(judged, 1.0).float()
 
 
