@@ -41,9 +41,10 @@ class PolicyLoss(ABC):
         """[N, T] loss of each token, with gradients, from the importance ratio, the log-probs and the advantages."""
 
     def clipped(self, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, T] bool each: tokens clipped at the lower and at the upper end, for metrics."""
-        low = (ratio < 1 - self.clip_ratio_low) & (advantage < 0)
-        return low, (ratio > 1 + self.clip_ratio_high) & (advantage > 0)
+        """[N, T] bool each: the tokens that this loss clips at the lower and at the upper end, for metrics only. A loss
+        that clips says so here; this one clips none."""
+        none = torch.zeros_like(ratio, dtype=torch.bool)
+        return none, none
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ class Ppo(PolicyLoss):
         if self.clip_ratio_dual is not None:
             gain = torch.where(advantage < 0, torch.maximum(gain, self.clip_ratio_dual * advantage), gain)
         return -gain
+
+    def clipped(self, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens that the clip took the gradient of. The dual clip is not counted, as in TRL."""
+        low = (ratio < 1 - self.clip_ratio_low) & (advantage < 0)
+        return low, (ratio > 1 + self.clip_ratio_high) & (advantage > 0)
 
 
 @dataclass(frozen=True)
@@ -74,9 +80,16 @@ class Cispo(PolicyLoss):
     def term(self, ratio: Tensor, logp: Tensor, advantage: Tensor) -> Tensor:
         return -ratio.detach().clamp(max=self.cispo_clip_high) * advantage * logp
 
+    def clipped(self, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens whose ratio is capped, for either sign of A. They keep a gradient; there is no lower end."""
+        high = (ratio > self.cispo_clip_high) & (advantage != 0)
+        return torch.zeros_like(high), high
+
 
 @dataclass(frozen=True)
 class Sapo(PolicyLoss):
+    """A soft gate: no token is clipped, and the clip fractions are 0."""
+
     tau_positive: float = 1.0
     tau_negative: float = 1.05
 
@@ -134,12 +147,14 @@ def total_loss(
     check_shape(what, term, logp.shape, "the loss of each token, [N, T]")
     policy = weighted_sum(weights.policy * correction, term)
     total = policy
-    low, high = loss.policy.clipped(ratio, batch.advantage)
+    low, high = call_user_code(what, lambda: loss.policy.clipped(ratio, batch.advantage))
+    clipped_low, clipped_high = weighted_sum(weights.token, low), weighted_sum(weights.token, high)
     metrics = {
         "pg_loss": policy,
         "approx_kl": weighted_sum(weights.token, old - logp),
-        "clipfrac_low": weighted_sum(weights.token, low),
-        "clipfrac_high": weighted_sum(weights.token, high),
+        "clipfrac": clipped_low + clipped_high,
+        "clipfrac_low": clipped_low,
+        "clipfrac_high": clipped_high,
     }
     if fresh:  # otherwise the probe reports the gap
         metrics["logprob_gap_mean"] = weighted_sum(weights.token, (old - sampled).abs())

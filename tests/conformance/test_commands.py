@@ -26,7 +26,7 @@ SMALL = [
     "dataset.val_batch_size=100",
 ]
 LOGGED = """
-    actor/approx_kl actor/clipfrac_low actor/clipfrac_high actor/entropy actor/grad_norm actor/lr
+    actor/approx_kl actor/clipfrac actor/clipfrac_low actor/clipfrac_high actor/entropy actor/grad_norm actor/lr
     actor/perception_token_fraction actor/combined_token_fraction actor/low_var_kl_mean_selected
     actor/low_var_kl_mean_rejected actor/low_var_kl_threshold actor/sensitivity_score_mean actor/sensitivity_score_min
     actor/sensitivity_score_max actor/scaling_factor_mean actor/scaling_factor_max actor/scaling_capped

@@ -87,7 +87,8 @@ def test_metrics_are_means_over_all_tokens():
     batches = halves(family)
     frozen = make_actor(family, MicroBatching(rows=1), lr=0.0, weight_decay=0.0)
     metrics = frozen.update(batches, FULL_LOSS)
-    expected = {"approx_kl": [], "clipfrac_low": [], "clipfrac_high": [], "pg_loss": [], "entropy_penalty": []}
+    names = ("approx_kl", "clipfrac_low", "clipfrac_high", "clipfrac", "pg_loss", "entropy_penalty")
+    expected: dict[str, list] = {name: [] for name in names}
     for batch in batches:
         mask = batch.rollouts.mask
         logp = frozen.probe(batch.rollouts, Needs("old_logprobs"), 0).old_logprobs.double()
@@ -98,6 +99,7 @@ def test_metrics_are_means_over_all_tokens():
         expected["approx_kl"].append((batch.old_logprobs - logp)[mask].mean())
         expected["clipfrac_low"].append(((ratio < 0.8) & (batch.advantage < 0))[mask].double().mean())
         expected["clipfrac_high"].append(((ratio > 1.3) & (batch.advantage > 0))[mask].double().mean())
+        expected["clipfrac"].append(expected["clipfrac_low"][-1] + expected["clipfrac_high"][-1])
         expected["pg_loss"].append(-(gain * batch.correction)[mask].mean())
         expected["entropy_penalty"].append(-logp[mask].mean())
     for name, (first, second) in expected.items():

@@ -10,7 +10,9 @@ from helpers import INF, NAN, close, fake_batch, fake_rollouts, make_mask, padde
 from mtrl.algorithms.losses import (
     POLICY_LOSSES,
     Cispo,
+    Gspo,
     Loss,
+    PolicyLoss,
     Ppo,
     Sapo,
     importance_ratio,
@@ -19,9 +21,15 @@ from mtrl.algorithms.losses import (
     total_loss,
 )
 from mtrl.types import LossWeights
+from mtrl.utils.errors import RunError
 
 LN2, LN3 = math.log(2), math.log(3)
 PPO = Ppo()  # clip 0.2 below, 0.3 above, dual clip 3
+
+
+class Unclipped(PolicyLoss):
+    def term(self, ratio, logp, advantage):
+        return -ratio * advantage
 
 
 def term_and_slope(rule, ratios, advantage, logp=None):
@@ -333,6 +341,36 @@ def test_metrics_of_the_ratio():
     close(metrics["clipfrac_low"], 0.25)
     close(metrics["clipfrac_high"], 0.0)
     assert not metrics["pg_loss"].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("policy", "low", "high"),
+    [
+        (Ppo(), 1 / 4, 1 / 4),  # of 1/2 the one with A < 0, of 8 the one with A > 0
+        (Gspo(), 1 / 4, 1 / 4),
+        (Cispo(cispo_clip_high=5.0), 0, 2 / 4),  # 8 is capped for both signs; 1/2 never is
+        (Cispo(cispo_clip_high=8.5), 0, 0),
+        (Sapo(), 0, 0),  # nothing is clipped
+        (Unclipped(), 0, 0),  # one's own loss that says nothing of a clip
+    ],
+)
+def test_each_loss_says_what_it_clips(policy, low, high):
+    batch = fake_batch(fake_rollouts([1] * 5), torch.zeros(5, 1), torch.tensor([[1.0], [-1], [1], [-1], [0]]))
+    logp = torch.tensor([[-LN2], [-LN2], [3 * LN2], [3 * LN2], [3 * LN2]])
+    _, metrics = total_loss(logp, batch, Loss(policy))
+    close(metrics["clipfrac_low"], low * 4 / 5)
+    close(metrics["clipfrac_high"], high * 4 / 5)
+    close(metrics["clipfrac"], (low + high) * 4 / 5)
+
+
+def test_an_error_in_the_clip_of_an_own_loss_names_it():
+    class Broken(Unclipped):
+        def clipped(self, ratio, advantage):
+            raise ValueError("no clip today")
+
+    batch = fake_batch(fake_rollouts([1]), torch.zeros(1, 1), torch.ones(1, 1))
+    with pytest.raises(RunError, match=r"policy loss Broken failed: ValueError: no clip today"):
+        total_loss(torch.zeros(1, 1), batch, Loss(Broken()))
 
 
 def test_clipfrac_follows_the_sign_of_the_advantage():
