@@ -63,22 +63,30 @@ class Loop:
         self.version, self.done, self.saved = 0, 0, 0  # version of the weights; steps done; last step saved
         self.saved_at = time.monotonic()
         self.whole: dict[str, Any] | None = None  # state after the last step; None once an update has begun
+        self.unvalidated = False  # whether the validation of the last step is due and has not been done
+        self.score: float | None = None  # of the validation of the last step
         self.clock = Clock()
 
     def run(self) -> None:
         """Run to the last step, or until asked to stop. Logs count the steps that are done: 0 is before training."""
-        components, spec = self.components, self.spec
-        if spec.validate_first:
+        if self.spec.validate_first:
             self.validate()
-        for step in range(self.done, spec.total_steps):
-            components.tracker.metrics(step + 1, self.step(step))
-            last = self.done == spec.total_steps
-            score = self.validate() if last or due(self.done, spec.val_freq) else None
-            stop = components.stop()
-            if last or stop or self.is_save_due() or components.store.is_best(score):
-                self.save(score)
-            if stop:
+        if self.unvalidated and self.end_step():  # an error ended the run between this step and its validation
+            return
+        for step in range(self.done, self.spec.total_steps):
+            self.components.tracker.metrics(step + 1, self.step(step))
+            if self.end_step():
                 return
+
+    def end_step(self) -> bool:
+        """Validate and save, if they are due; returns whether the run was asked to stop."""
+        components, spec = self.components, self.spec
+        if self.unvalidated:
+            self.validate()
+        stop, last = components.stop(), self.done == spec.total_steps
+        if last or stop or self.is_save_due() or components.store.is_best(self.score):
+            self.save()
+        return stop
 
     def step(self, step: int) -> Metrics:
         components, spec = self.components, self.spec
@@ -88,6 +96,8 @@ class Loop:
             experience = self.assign_credit(batch.experience, step)
             loss = spec.loss.with_divergence(self.divergence)
             batches = list(assemble(spec.batches, loss, experience, (spec.seed, step)))
+        # Before the update: after an error in the metrics of a rule of one's own, a resume repeats this step alone.
+        described = step_metrics(batch.own, spec.sampling.cut) | credit_metrics(spec.credit, experience)
         recorded = with_maps(experience, components.actor, spec.maps_per_step, step, clock)
         with clock("update"):
             self.whole = None
@@ -100,11 +110,16 @@ class Loop:
         self.done = step + 1
         if components.reference is not None and due(self.done, spec.sync_ref_every):
             components.reference.sync()
-        self.whole = self.state()  # from here on an error loses nothing of this step
-        components.tracker.rollouts(step + 1, recorded)
-        metrics = step_metrics(batch.own, spec.sampling.cut) | credit_metrics(spec.credit, experience)
-        metrics |= learnt | value_metrics(experience) | values | components.source.metrics()
-        return metrics | clock.metrics(int(experience.rollouts.mask.sum()), len(experience), components.devices)
+        metrics = described | learnt | value_metrics(experience) | values | components.source.metrics()
+        tokens, rows = int(experience.rollouts.mask.sum()), len(experience)
+        self.whole, self.score = self.state(), None  # from here on an error loses nothing of this step
+        self.unvalidated = components.validation is not None and self.validation_due
+        try:
+            components.tracker.rollouts(step + 1, recorded)
+        except Exception:  # the step is saved before the error ends the run, so no later attempt would write its row
+            components.tracker.metrics(step + 1, metrics | clock.metrics(tokens, rows, components.devices))
+            raise
+        return metrics | clock.metrics(tokens, rows, components.devices)
 
     # ------------------------------------------------------------------------------------------- the verbs of a step
     def collect(self, step: int) -> CollectedBatch:
@@ -153,22 +168,27 @@ class Loop:
         return batch.metrics | counts | stored
 
     # ------------------------------------------------------------------------------------- validation, save and restore
-    def validate(self) -> float | None:
-        """Validate; returns the score that the best model is chosen by."""
+    @property
+    def validation_due(self) -> bool:
+        return self.done == self.spec.total_steps or due(self.done, self.spec.val_freq)
+
+    def validate(self) -> None:
+        """Validate, and keep the score that the best model is chosen by."""
         components = self.components
         if components.validation is None:
-            return None
+            return
         reads_attention = "attention_mass" in self.spec.needs or self.spec.attention_every
         prober = components.actor if reads_attention else None
         result = components.validation.run(components.generator, components.scorer, self.version, prober)
+        self.score, self.unvalidated = result.score, False
         components.tracker.validation(self.done, result.metrics, result.by, result.samples)
-        return result.score
 
-    def save(self, score: float | None = None) -> None:
+    def save(self) -> None:
         """Save the last step. Its state is the one from its end: within the next step the source has moved on."""
         assert self.whole is not None, "an update has begun"
         snapshots = {name: item.snapshot() for name, item in self.state_items().items()}
-        self.components.store.save(self.done, snapshots, self.whole, score)
+        state = self.whole | ({"unvalidated": True} if self.unvalidated else {})
+        self.components.store.save(self.done, snapshots, state, self.score)
         self.saved, self.saved_at = self.done, time.monotonic()
 
     def is_save_due(self) -> bool:
@@ -192,6 +212,7 @@ class Loop:
 
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
         self.done = self.saved = state["step"]
+        self.unvalidated = self.components.validation is not None and bool(state.get("unvalidated"))
         self.components.source.restore(state["source"])
         self.prompts = PromptCounts(**state.get("prompts", {}))
         if self.divergence is not None and self.divergence.adaptive and state["divergence_coef"] is not None:

@@ -95,7 +95,8 @@ def find_start(directory: Path, steps: int | None, *, find_last: bool = True, gi
     """The run's own newest checkpoint, else a `given` one, else step 0. Raises `Finished` if the run has done all its
     `steps`; None skips that check, for runs that are only read."""
     start = _own_start(directory, find_last) or _given_start(given)
-    if steps is None or start.step < steps:
+    owes_validation = start.own and bool(start.state.get("unvalidated"))  # an error came before it
+    if steps is None or start.step < steps or (start.step == steps and owes_validation):
         return start
     done = f"step {start.step} of {steps}, {start.checkpoint}"
     if start.own:

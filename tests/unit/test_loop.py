@@ -10,6 +10,7 @@ import pytest
 import torch
 from loop_helpers import PROMPTS, REFERENCE, FakeReference, FakeScorer, FakeSyncedReference, loop, make_validation, spec
 
+from mtrl.algorithms.credit.controls import RandomFilter
 from mtrl.algorithms.divergence import Divergence
 from mtrl.commands.train import describe_saving
 from mtrl.config import load_config
@@ -224,6 +225,55 @@ def test_a_run_resumes_after_an_error_with_the_same_calls(tmp_path):
                 k: v for k, v in expected[number].items() if "perf/" not in k
             }
         assert restored.state() == whole.state()
+
+
+@pytest.mark.parametrize("method", ["rollouts", "metrics", "validation"])
+def test_a_tracker_that_fails_costs_no_row_and_no_validation(tmp_path, method):
+    """The step is saved before the error ends the run: what it has not written by then, the resume must write."""
+    judge = replace(make_validation(), best_metric="val/reward_score")
+    whole, broken, restored = (loop(validation=judge, total_steps=4, val_freq=2) for _ in range(3))
+    whole.run()
+    failing(broken, "tracker", method, 1 if method == "validation" else 2)
+    with pytest.raises(Broken, match="tracker"):
+        make_run(broken, tmp_path, {}).train()
+    ((step, (_, state, score)),) = broken.components.store.saved.items()
+    assert step == 2 and (score is not None) == (method == "validation"), "the best model is known by its score"
+    restored.restore(Path("checkpoints/2"), state)
+    restored.run()
+
+    def logged(*loops):
+        journals = [made.components.actor.journal for made in loops]
+        return [entry for journal in journals for entry in journal if entry[0] in ("metrics", "validation")]
+
+    # The call that failed is not in the journal; within it `Trackers` has called the others, which write the files.
+    failed = {"rollouts": [], "metrics": [("metrics", 2)], "validation": [("validation", 2)]}[method]
+    assert sorted([*logged(broken, restored), *failed]) == sorted(logged(whole))
+    assert restored.state() == whole.state()
+    assert "unvalidated" not in restored.components.store.saved[4][1]
+
+
+def test_an_error_before_the_last_validation_leaves_it_to_the_resume(tmp_path):
+    broken, restored = (loop(validation=make_validation(), total_steps=2) for _ in range(2))
+    failing(broken, "tracker", "rollouts", 2)
+    with pytest.raises(Broken):
+        make_run(broken, tmp_path, {}).train()
+    _, state, _ = broken.components.store.saved[2]
+    restored.restore(Path("checkpoints/2"), state)
+    restored.run()
+    journal = restored.components.actor.journal
+    assert journal[-2:] == [("validation", 2), ("save", 2)] and ("take", PROMPTS) not in journal
+
+
+def test_an_error_in_the_metrics_of_a_rule_repeats_the_step(tmp_path):
+    class Rule(RandomFilter):
+        def metrics(self, experience):
+            raise Broken("metrics of a rule")
+
+    made = loop(total_steps=2, credit=(Rule(),))
+    with pytest.raises(RunError, match="metrics of a rule"):
+        make_run(made, tmp_path, {}).train()
+    assert not made.components.store.saved, "a saved step would have no row"
+    assert ("update", 1) not in made.components.actor.journal
 
 
 def test_nothing_is_saved_twice_or_before_the_first_step(tmp_path):

@@ -347,6 +347,29 @@ def test_several_hear_the_same():
     assert first.heard == expected and second.heard == expected
 
 
+@pytest.mark.parametrize("event", ["metrics", "rollouts", "validation", "close"])
+def test_a_tracker_that_fails_keeps_no_other_from_its_row(event, caplog):
+    class Failing(Tracker):
+        def __init__(self, name):
+            setattr(self, event, lambda *arguments: self.fail(name))
+
+        def fail(self, name):
+            raise ValueError(f"{name} failed")
+
+    heard = FakeTracker()
+    several = Trackers([Failing("the first"), Failing("the second"), heard])
+    arguments = {
+        "metrics": (1, {"a": 1.0}),
+        "rollouts": (1, fake_experience(fake_rollouts([1]))),
+        "validation": (1, {}, {}, []),
+        "close": (),
+    }[event]
+    with pytest.raises(ValueError, match="the first failed"):
+        getattr(several, event)(*arguments)
+    assert heard.heard == [(event, *arguments)]
+    assert "Failing failed too" in caplog.text and "the second failed" in caplog.text
+
+
 def test_needs_of_several_trackers_are_combined():
     assert Trackers(
         [FakeTracker("old_logprobs", "attention_mass"), FakeTracker(), FakeTracker("dependency")]

@@ -223,6 +223,31 @@ def test_training_resumes_after_an_interrupt_with_the_same_numbers(trained, tmp_
     assert last[0] == last[1] and last[0]["actor/reference_kl"] != 0
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_callback_that_fails_costs_no_row(trained, tmp_path, step):
+    """After a resume metrics.jsonl has the rows of an undisturbed run, each once; the last step is validated too."""
+
+    class Fail(mtrl.Callback):
+        def rollouts(self, number, experience):
+            if number == step:
+                raise ValueError("no room for the responses")
+
+    whole, *_ = trained
+    with pytest.raises(ValueError, match="no room"):
+        trainer_in(tmp_path, callbacks=Fail()).train()
+    trainer = trainer_in(tmp_path)
+    trainer.train()
+    rows = read_rows(trainer.directory / "metrics.jsonl")
+    assert [numbers(row) for row in rows] == [numbers(row) for row in whole.history]
+    assert [row["attempt"] for row in rows] == ([1, 1, 2, 2] if step == 1 else [1, 1, 1, 2])
+    trainer.train()
+    assert read_rows(trainer.directory / "metrics.jsonl") == rows, "it is finished now"
+
+
+def numbers(row):
+    return {name: value for name, value in row.items() if not name.startswith(("perf/", "time", "attempt"))}
+
+
 def test_the_examples_of_the_page_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (code,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/python.md").read_text(), re.DOTALL)
