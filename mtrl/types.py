@@ -325,10 +325,17 @@ class Credit:
     """
 
     advantage: Tensor  # [N, T] A * w * v
-    keep_mask: Tensor  # [N, T] tokens with a policy gradient
+    keep_mask: Tensor  # [N, T] tokens that the filters keep
     token_weight: Tensor  # [N, T] weight in sums and denominators: the mask, or mask * v
     response_weight: Tensor  # [N] w
     weights: Tensor | None = None  # [N, T] v, if any rule weights tokens
+    silenced: Tensor | None = None  # [N] responses without a policy gradient, if any: truncated ones, or in a warm-up
+
+    @property
+    def trained(self) -> Tensor:
+        """[N, T] bool: the tokens with a policy gradient, which a kept token without an advantage or weight lacks."""
+        trained = self.keep_mask & (self.advantage != 0) & (self.token_weight != 0)
+        return trained if self.silenced is None else trained & ~self.silenced[:, None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,7 +35,7 @@ def select_most_trained(experience: Experience) -> TrainedResponse | None:
     rollouts, rewards, credit = experience.rollouts, experience.rewards, experience.credit
     if credit is None or not len(rollouts):
         return None
-    credits = (credit.advantage * credit.keep_mask).where(rollouts.mask, 0.0)
+    credits = credit.advantage.where(credit.trained & rollouts.mask, 0.0)
     row = int(credits.abs().sum(1).argmax())
     if not credits[row].any():
         return None

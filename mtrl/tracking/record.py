@@ -154,6 +154,7 @@ def token_streams(it: Experience) -> dict[str, Tensor]:
         streams |= {
             "advantage": credit.advantage,
             "mask": credit.keep_mask,
+            "trained": credit.trained,
             "weight": credit.response_weight[:, None] * weights,
         }
     streams |= {f"{EXTRA}{name}": values for name, values in signals.extra.items() if values.ndim == 2}
@@ -186,7 +187,9 @@ def response_columns(it: Experience) -> dict[str, Any]:
         by_segment = [[mean(mass[:, :, s, pool]) for pool in (TEXT, VISION)] for s in range(len(STORED_SEGMENTS))]
         columns |= {"mass": by_segment, "vision": by_segment[STORED_SEGMENTS.index("all")][VISION]}
     if it.credit is not None:
-        columns |= {"kept": (it.credit.keep_mask & mask).sum(1).tolist(), "scale": numbers(it.credit.response_weight)}
+        counts = {"kept": it.credit.keep_mask & mask, "trained": it.credit.trained & mask}
+        columns |= {name: tokens.sum(1).tolist() for name, tokens in counts.items()}
+        columns |= {"scale": numbers(it.credit.response_weight)}
     return {name: values for name, values in columns.items() if values is not None}
 
 

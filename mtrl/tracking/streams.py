@@ -19,7 +19,13 @@ HEAD = struct.Struct("<I")  # size in bytes of the JSON that follows
 LARGEST = float(np.finfo(np.float16).max)
 EXTRA = "extra_"  # before the name of a user's signal
 MAPS, MAP_SCALE = "maps", "map_scale"  # attention over the image: [tokens, image tokens] levels, and [tokens]
-DTYPES = {"ids": "<i4", "mask": "|u1", MAPS: "|u1", MAP_SCALE: "<f4"}  # every other stream has half floats
+DTYPES = {
+    "ids": "<i4",
+    "mask": "|u1",
+    "trained": "|u1",
+    MAPS: "|u1",
+    MAP_SCALE: "<f4",
+}  # every other stream has half floats
 FLOAT = "<f2"
 
 

@@ -18,6 +18,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from mtrl.algorithms.advantages import estimate_advantages
 from mtrl.algorithms.batches import assemble
 from mtrl.algorithms.credit import assign, credit_metrics
@@ -135,7 +138,14 @@ class Loop:
         penalty = None if self.divergence is None else self.divergence.reward_penalty(experience.signals)
         advantage, returns = estimate_advantages(self.spec.estimator, experience, penalty)
         experience = replace(experience, advantage=advantage, returns=returns)
-        return replace(experience, credit=assign(self.spec.credit, experience, (self.spec.seed, step)))
+        credit = assign(self.spec.credit, experience, (self.spec.seed, step))
+        return replace(experience, credit=replace(credit, silenced=self.silenced(experience, step)))
+
+    def silenced(self, experience: Experience, step: int) -> Tensor | None:
+        """[N] bool: the responses that the actor gets no gradient from in this step, for the records; None: no rule."""
+        if step < self.spec.critic_warmup:
+            return torch.ones(len(experience), dtype=torch.bool)
+        return experience.rollouts.truncated if self.spec.batches.mask_truncated_responses else None
 
     def learn(self, batches: Sequence[TrainBatch], loss: Loss, step: int) -> Metrics:
         """Update the critic, if any, and after its warm-up the actor."""

@@ -14,7 +14,16 @@ from mtrl.tracking.blocks import Block, DamagedRecord, PartReader, Table, block_
 from mtrl.tracking.streams import MAP_SCALE, MAPS, as_list, unpack_response
 
 SORTED_BY = ("reward", "tokens", "dependency", "entropy", "vision", "advantage")
-LISTED = (*SORTED_BY, "finish", "version", "head", "kept", "scale", "failed")  # columns in the rows of a list
+LISTED = (
+    *SORTED_BY,
+    "finish",
+    "version",
+    "head",
+    "kept",
+    "trained",
+    "scale",
+    "failed",
+)  # columns in the rows of a list
 MAX_SIDE = 4096  # image tokens per side
 TABLES_CACHED = 48  # tables of steps in memory, the most recently used
 DIGITS = 3  # precision of the stored half floats
@@ -141,6 +150,10 @@ class RecordedRollouts:
             for name, array in arrays.items()
             if array.ndim == 1 and name not in (MAPS, MAP_SCALE)
         }
+        if "trained" not in streams and {"mask", "advantage"} <= streams.keys():  # a record of an earlier version
+            pairs = zip(streams["mask"], streams["advantage"], strict=False)
+            streams["trained"] = [int(bool(kept and advantage)) for kept, advantage in pairs]
+            summary["trained"] = sum(streams["trained"])
         segments = list(table.get("segments", []))
         if (mass := arrays.get("mass")) is not None:
             for number, segment in enumerate(segments):

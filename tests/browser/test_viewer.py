@@ -66,6 +66,20 @@ def test_a_run_of_the_demo(page, demo_run):
         assert "from=1" in page.url, "the URL contains it"
 
 
+def test_a_kept_token_without_an_advantage_is_not_trained_on(page, tmp_path):
+    step, run = make_step(), fake_run(tmp_path / "run", steps=1)
+    shutil.rmtree(run / "record")
+    recorded(run / "record", replace(step, credit=replace(step.credit, advantage=torch.zeros(3, 2))))
+    with served(run) as address:
+        page.goto(f"{address}#rollouts?heat=mask")
+        page.wait_for_selector(".response .token.on")
+        assert "trained on\n0 tokens" in page.locator(".sample").inner_text()
+        page.locator(".response .token").first.hover()
+        message = page.locator(".token-tip").inner_text()
+        assert "kept\nyes" in message and "trained on\nno" in message
+        assert "not kept" in page.locator(".sample").inner_text(), "the legend of the mask says what it shows"
+
+
 def test_every_heat_map_shows_its_own_numbers(page, demo_run):
     with served(demo_run) as address:
         page.goto(f"{address}#rollouts")

@@ -334,6 +334,18 @@ def test_the_response_that_teaches_most():
     assert select_most_trained(fake_experience(fake_rollouts([1]))) is None, "there is no credit"
 
 
+def test_the_count_of_trained_tokens_is_that_of_the_gradient():
+    """Kept tokens without an advantage or a weight, and responses that get no gradient at all, are not counted."""
+    rollouts = fake_rollouts([4, 4])
+    advantage = torch.tensor([[1.0, 1, 1, 0], [9, 9, 9, 9]])
+    weight = torch.tensor([[1.0, 1, 0, 1], [1, 1, 1, 1]])
+    keep = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]], dtype=torch.bool)
+    credit = Credit(advantage, keep, weight, torch.ones(2), silenced=torch.tensor([False, True]))
+    assert credit.trained.tolist() == [[False, True, False, False], [False] * 4]
+    chosen = select_most_trained(fake_experience(rollouts, credit=credit))
+    assert training_preview(chosen, decode, 100, Paint(False))[-1].endswith("1 of 4 tokens trained")
+
+
 def test_tokens_that_learn_are_marked():
     chosen = taught([[-2.0, -2.0, -2.0]], select=[[0, 1, 1]])
     plain = training_preview(chosen, decode, 100, Paint(False))

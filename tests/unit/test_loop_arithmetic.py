@@ -149,6 +149,24 @@ def test_credit_is_decided_before_the_split():
     assert len(actor.updates[-1][0]) == 2
 
 
+@pytest.mark.parametrize(
+    ("changes", "trained"),
+    [
+        ({}, [1, 2, 3, 4]),  # tokens of each response
+        ({"mask_truncated_responses": True}, [1, 2, 3, 0]),  # the last one is cut off
+        ({"critic_warmup": 1}, [0, 0, 0, 0]),  # the actor does not learn yet
+    ],
+)
+def test_the_tokens_that_the_actor_learns_from(changes, trained):
+    made, seen = loop(**changes), []
+    made.components.tracker.rollouts = lambda step, experience: seen.append(experience.credit.trained)
+    made.step(0)
+    assert seen[0].sum(1).tolist() == trained
+    if made.components.actor.updates:
+        ((batch,), _) = made.components.actor.updates[0]
+        same(seen[0], (batch.weights.policy != 0) & (batch.advantage != 0))
+
+
 # ------------------------------------------------------------------------------------------------------------- batches
 def make_batches(rules, rollouts, signals, select=None, key=(0, 0)):
     """Batches of a step whose rows have their index as advantage."""

@@ -18,7 +18,7 @@ from mtrl.compose.policy import check_signals_available
 from mtrl.compose.run import build
 from mtrl.config import ConfigError, load_config
 from mtrl.embedded.embedded_rows import CONFIG_FILE
-from mtrl.tracking import blocks
+from mtrl.tracking import blocks, record
 from mtrl.tracking.blocks import BlockWriter, DamagedRecord, PartReader, block_parts
 from mtrl.tracking.record import RolloutRecord, TokenPieces
 from mtrl.tracking.streams import pack_response, unpack_response
@@ -42,6 +42,23 @@ def test_a_response_with_all_that_is_known_of_its_tokens(tmp_path):
     assert (first["reward"], first["parts"], first["kept"], first["members"]) == (1.5, {"accuracy": 1.0}, 1, [0, 1])
     assert store.response(1, 2)["parts"] == {"accuracy": None} and store.response(1, 1)["tokens"] == 1
     assert store.columns(1)["dependency"].tolist() == [0.125, 0.5, 1.125], "means over the tokens of a response"
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_token_without_an_advantage_is_not_trained_on(tmp_path, earlier, monkeypatch):
+    """Kept is what the filters say. The gradient of a kept token is 0 if its advantage is."""
+    if earlier:  # a record that has no such numbers: they follow from the mask and the advantage
+        for name in ("response_columns", "token_streams"):
+            values = getattr(record, name)
+            without = lambda it, values=values: {k: v for k, v in values(it).items() if k != "trained"}  # noqa: E731
+            monkeypatch.setattr(record, name, without)
+    step = make_step()
+    advantage = torch.tensor([[0.5, 0.5], [0.0, 0.0], [0.0, -1.0]])
+    store = recorded(tmp_path, replace(step, credit=replace(step.credit, advantage=advantage)))
+    found = [store.response(1, row) for row in range(3)]
+    assert [one["kept"] for one in found] == [1, 1, 1] and [one["trained"] for one in found] == [1, 0, 0]
+    assert [one["streams"]["trained"] for one in found] == [[1, 0], [0], [0, 0]]
+    assert found[2]["streams"]["mask"] == [1, 0], "the heat map of the mask stays"
 
 
 def test_images_as_the_model_saw_them_and_perturbed(tmp_path):

@@ -8,7 +8,7 @@ export const HEATS = [
   { key: "entropy", label: "entropy", kind: "amount", root: true, least: 0.5, help: "entropy of the policy at the token, in nats", needs: "a rule that reads it, such as optimization.enable_entropy_filtering" },
   { key: "vision", label: "vision mass", kind: "amount", least: 0.1, help: "share of the token's attention on the image", needs: "optimization.compute_attention_metrics: true" },
   { key: "weight", label: "weight", kind: "around", centre: 1, help: "factor of the token's advantage: trajectory weight times token weight" },
-  { key: "mask", label: "mask", kind: "choice", help: "whether the token is trained on" },
+  { key: "mask", label: "mask", kind: "choice", help: "whether the filters keep the token; a kept token with an advantage of 0 is not trained on" },
   { key: "advantage", label: "advantage", kind: "around", centre: 0, help: "advantage times weight: the value the token is trained with" },
   { key: "old", label: "log-prob", kind: "amount", root: true, sign: -1, least: 1, help: "log-probability of the token before the update; stronger colour: more surprising" },
 ];
@@ -70,7 +70,7 @@ export function allHeats(response) {
 }
 
 export function makeLegend(scale) {
-  if (scale.heat.kind === "choice") return { text: ["not trained on", "trained on"], stops: null };
+  if (scale.heat.kind === "choice") return { text: ["not kept", "kept"], stops: null };
   const steps = [0, 0.25, 0.5, 0.75, 1].map((share) => scale.low + share * (scale.high - scale.low));
   return { text: [number(scale.low), number(scale.high)], stops: steps.map((value) => paint(scale, value) || "transparent") };
 }

@@ -8,9 +8,10 @@ import { verdict } from "mtrl/rollouts";
 import { colour, hidden, live, runColours, set, state } from "mtrl/state";
 
 const NUMBERS = [
-  ["dependency", "S"], ["entropy", "entropy"], ["weight", "weight"], ["mask", "trained on"], ["advantage", "advantage"], ["group_advantage", "before weights"],
+  ["dependency", "S"], ["entropy", "entropy"], ["weight", "weight"], ["mask", "kept"], ["trained", "trained on"], ["advantage", "advantage"], ["group_advantage", "before weights"],
   ["old", "log-prob"], ["perturbed", "log-prob, perturbed image"], ["reference", "log-prob, reference"], ["behaviour", "log-prob when sampled"], ["values", "value"],
 ];
+const YES_OR_NO = new Set(["mask", "trained"]);
 const SMALL = 200; // pixels: smaller images are enlarged
 const ENLARGED = 190;
 
@@ -194,7 +195,7 @@ export class Sample {
 
   showTip(one, token, span) {
     const streams = one.streams;
-    const rows = NUMBERS.filter(([key]) => streams[key]).map(([key, name]) => [name, key === "mask" ? (streams.mask[token] ? "yes" : "no") : number(streams[key][token]), state.heat === key]);
+    const rows = NUMBERS.filter(([key]) => streams[key]).map(([key, name]) => [name, YES_OR_NO.has(key) ? (streams[key][token] ? "yes" : "no") : number(streams[key][token]), state.heat === key]);
     for (const heat of extraHeats([one])) rows.push([heat.label, number(streams[heat.key][token]), state.heat === heat.key]);
     for (const segment of one.segments) if (streams[`vision_${segment}`]) rows.push([`vision mass, ${segment}`, number(streams[`vision_${segment}`][token]), state.heat === "vision" && segment === state.segment]);
     const name = one.pieces[token] === "" ? "(part of the next character)" : JSON.stringify(one.pieces[token]);
@@ -268,7 +269,7 @@ export class Sample {
 
   numbers(one) {
     const rows = [
-      ["tokens", one.tokens === null ? null : `${number(one.tokens)}${one.finish === "length" ? ", cut off" : ""}`], ["trained on", one.kept === undefined ? null : plural(one.kept, "token")],
+      ["tokens", one.tokens === null ? null : `${number(one.tokens)}${one.finish === "length" ? ", cut off" : ""}`], ["trained on", one.trained === undefined ? null : plural(one.trained, "token")],
       ["advantage", one.advantage], ["trajectory weight", one.scale], ["mean S", one.dependency], ["mean entropy", one.entropy], ["mean vision mass", one.vision], ["weight version", one.version],
     ].filter(([, value]) => value !== null && value !== undefined);
     return rows.length ? h("section", { class: "card" }, h("h3", {}, "Numbers"), h("dl", {}, rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, number(value))]))) : null;
