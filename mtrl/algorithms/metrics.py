@@ -54,6 +54,12 @@ def success_part(parts: Mapping[str, Tensor]) -> Tensor | None:
     return there[0] if there else None
 
 
+def success_rate(parts: Mapping[str, Tensor]) -> float | None:
+    """Share of correct answers among the responses that `success_part` applies to; None if there are none."""
+    success = success_part(parts)
+    return None if success is None else float((success[~success.isnan()] >= 1).double().mean())
+
+
 def reward_metrics(rewards: Rewards, group: Tensor) -> Metrics:
     """The total, every part, the share of groups without reward variance, and the success rate."""
     metrics = {
@@ -66,10 +72,8 @@ def reward_metrics(rewards: Rewards, group: Tensor) -> Metrics:
     metrics["reward/zero_std_groups"] = float((group_std(rewards.total, group) == 0).double().mean())
     if rewards.baseline is not None:
         metrics["reward/greedy_baseline"] = float(rewards.baseline.double().mean())
-    success = success_part(rewards.parts)
-    if success is not None:
-        metrics["reward/success_rate"] = float((success[~success.isnan()] >= 1).double().mean())
-    return metrics
+    rate = success_rate(rewards.parts)
+    return metrics if rate is None else metrics | {"reward/success_rate": rate}
 
 
 def sensitivity_metrics(signals: Signals, mask: Tensor, visual: Tensor) -> Metrics:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from mtrl.algorithms.metrics import success_rate
 from mtrl.algorithms.signals import pool_sizes, segment, sequence_mass, vgr
 from mtrl.report import attention_tables as tables
 from mtrl.report.attention_tables import SHOWN_SEGMENTS, rows_over_range, summary_cells
@@ -32,6 +33,8 @@ def rollout_page(step: int, it: Experience) -> str:
         *([name, *summary_cells(part)] for name, part in rewards.parts.items()),
         ["response length", *summary_cells(lengths.double())],
     ]
+    if (rate := success_rate(rewards.parts)) is not None:
+        rows.append(["success rate", number(rate), "", "", ""])
     parts = [
         f"# Step {step}",
         f"{len(rollouts)} responses to {len(rollouts.prompts)} prompts, {int(rollouts.truncated.sum())} cut at the "

@@ -61,12 +61,19 @@ def test_a_step_in_numbers(tmp_path):
     assert "| reward | 1 | 0.4082 | 0.5 | 1.5 |" in text
     assert "| vgr | 0.5 | 0 | 0.5 | 0.5 |" in text, "values that do not apply are left out"
     assert "| response length | 1.667 | 0.4714 | 1 | 2 |" in text
+    assert "| success rate | 0.6667 |  |  |  |" in text, "two of three: `reward/success_rate` of the step"
     # row 0: mean mass [0.35, 0.65], VGR (0.35 / 2) / (0.65 / 4) = 1.0769; row 1: 2; row 2 has no image
     assert "| late | 1.538 | 0.4615 | 1.077 | 2 | 1.275 | 0.8625 |" in text
     assert "reward 1.5, accuracy 1, vgr 0.5; 2 tokens, length; VGR early 1.077, middle 1.077, late 1.077" in text
     assert "reward 1, accuracy 1, vgr n/a; 2 tokens, stop; VGR n/a (no image)" in text
     assert re.findall(r"### (.*)", text) == ["p0", "p1", "p0"], "from the lowest reward to the highest"
     assert text.index("row 1") < text.index("row 2") < text.index("row 0")
+
+
+def test_a_step_whose_rewards_do_not_judge_correctness_has_no_success_rate(tmp_path):
+    step = make_step()
+    rewards = replace(step.rewards, parts={"vgr": step.rewards.parts["vgr"], "accuracy": torch.full((3,), NAN)})
+    assert "success rate" not in log_into(tmp_path, replace(step, rewards=rewards))["rollout_results"].read_text()
 
 
 def test_attention_diagnostics(tmp_path):
