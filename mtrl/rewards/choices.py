@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from mtrl.rewards.letters import GROUP, LETTERS, LONE, OPEN, WORD, WORD_AFTER, half_width, is_choice, letter_runs
+from mtrl.rewards.letters import (
+    BEFORE,
+    CLOSE,
+    GROUP,
+    LETTERS,
+    LONE,
+    OPEN,
+    WORD,
+    WORD_AFTER,
+    chosen_after_denial,
+    half_width,
+    is_choice,
+    letter_runs,
+)
 from mtrl.rewards.tags import last_answer, strip_thoughts
 
 NONE: frozenset[str] = frozenset()
@@ -25,6 +38,17 @@ KEYWORD = re.compile(
     rf"(?:{VERB})?[\s*_]{{0,9}}:|(?:{VERB}|(?<=】))\s{{0,9}}{FILLER}(?={OPEN}{LONE}(?!(?<=[Aa]){WORD_AFTER})))"
 )
 REASON = re.compile(r"(?:\b(?:because|since)\b|因为|由于)(?:(?!所以|因此|故|\bso\b|\btherefore\b)[^.,，;!?\n。])*")
+NO_WAIT = r"(?:no|wait)\s{0,9}[,.:;!]{1,3}\s{0,9}"
+CORRECTED = re.compile(  # after a first letter: ", no, B", "? Wait, it is B", ", or rather B", "？不，是B"
+    rf"{CLOSE}[\s.,，;:?!…]{{1,5}}(?:{NO_WAIT}(?:{NO_WAIT})?|or rather\s{{1,9}}|不对?[,，]\s{{0,9}})"
+    rf"(?:it['’]s |it is |是)?{OPEN}({LONE})\W{{0,9}}\Z",
+    re.IGNORECASE,
+)
+DECIDING = re.compile(  # before the letter that decides between several: "A or B? B", "A or B, it's B", "A或B，我选B"
+    r"(?:[.,，;:?!…。]|\b(?:is|be|it['’]s|so|but|probably|likely|definitely|choose|pick|select|say|leaves|option)|是|为|选择?)"
+    rf"\s{{0,9}}{OPEN}\Z",
+    re.IGNORECASE,
+)
 LISTED = r"[,，;、&+]|\band\b|以?及|和|与"
 SET = re.compile(f" ?(?:{LISTED}) ?")
 ALTERNATIVES = re.compile(rf" ?(?:{LISTED}|/|\bor\b|或者?) ?", re.IGNORECASE)
@@ -72,10 +96,34 @@ def leading_choice(answer: str, options: Sequence[str] | None) -> frozenset[str]
     groups = list(islice(GROUP.finditer(answer), MAX_GROUPS))
     begin = WORD.search(answer)
     if groups and begin and groups[0].start() == begin.start() and is_choice(answer, groups[0], leads=True):
-        return frozenset(letter_runs(groups[0][0])[0])
+        return decided_choice(answer, groups[0])
     if rest := after_keyword(answer):
         return leading_choice(rest, options)
-    return next((frozenset(letter_runs(group[0])[0]) for group in groups if is_choice(answer, group)), NONE)
+    if chosen := next((group for group in groups if is_choice(answer, group)), None):
+        return decided_choice(answer, chosen)
+    return after_denial(answer, groups)
+
+
+def decided_choice(answer: str, group: re.Match[str]) -> frozenset[str]:
+    """The choice of a group in a short answer. The last word of the answer may decide between several letters ("A or B?
+    It's B") or correct a single one ("A, no, B")."""
+    first, *others = letter_runs(group[0])
+    if len(first) == 1:
+        corrected = CORRECTED.match(answer, group.end())
+        return frozenset(corrected[1].upper() if corrected else first)
+    after = REASON.sub("…", answer[group.end() :])
+    later = [each for each in islice(GROUP.finditer(after), MAX_GROUPS) if is_choice(after, each)]
+    named = {letter for run in (*others, *(run for each in later for run in letter_runs(each[0]))) for letter in run}
+    ends = not WORD.search(after, later[-1].end() if later else 0)
+    decides = not later or DECIDING.search(after[: later[-1].start()][-BEFORE:]) is not None
+    return frozenset(named if len(named) == 1 and named <= set(first) and ends and decides else first)
+
+
+def after_denial(text: str, groups: Sequence[re.Match[str]]) -> frozenset[str]:
+    """The letter that follows a denied one ("not A, B"), unless the text names it elsewhere too: there it is denied."""
+    candidates = [letter for group in groups if (letter := chosen_after_denial(text, group))]
+    named = Counter(letter for group in groups for run in letter_runs(group[0]) for letter in run)
+    return next((frozenset(letter) for letter in candidates if named[letter] == 1), NONE)
 
 
 def last_choice(text: str) -> frozenset[str]:
@@ -85,9 +133,12 @@ def last_choice(text: str) -> frozenset[str]:
     if together := joined_letters(text.rpartition("\n")[2]):
         return together
     for part in (REASON.sub("…", text), text):
-        for group in reversed(deque(GROUP.finditer(part), maxlen=MAX_GROUPS)):
+        groups = deque(GROUP.finditer(part), maxlen=MAX_GROUPS)
+        for group in reversed(groups):
             if is_choice(part, group):
                 return frozenset(letter_runs(group[0])[-1])
+        if chosen := after_denial(part, list(reversed(groups))):
+            return chosen
     return NONE
 
 

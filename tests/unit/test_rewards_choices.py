@@ -1,6 +1,7 @@
 """Which letter a response chose, and which was right: SPEC 3, `accuracy`, case by case."""
 
 import pytest
+from more_phrasings import FURTHER
 from phrasings import PHRASINGS
 
 from mtrl.rewards.builtin import accuracy
@@ -258,6 +259,32 @@ def test_phrasings(response, options, truth, score):
 def test_there_are_200_phrasings_for_both_scores():
     assert len({(response, str(truth)) for response, _, truth, _ in PHRASINGS}) >= 200
     assert min(sum(score == given for *_, given in PHRASINGS) for score in (0, 1)) >= 90
+
+
+@pytest.mark.parametrize(("response", "letter", "before"), FURTHER)
+def test_further_phrasings(response, letter, before):
+    assert chosen_letter(response) == letter, f"it was {before}"
+
+
+def test_there_are_a_hundred_further_phrasings():
+    texts = [response for response, _, _ in FURTHER]
+    assert len(set(texts)) == len(texts) >= 100
+    assert sum(any("\u4e00" <= character <= "\u9fff" for character in text) for text in texts) >= 40, "Chinese"
+    assert sum(letter != before for _, letter, before in FURTHER) >= 45, "which were wrong"
+
+
+def test_a_letter_after_a_denied_one_is_chosen_once():
+    """If the text names it again, it is denied there: nothing is chosen."""
+    for response in ("Not A, B. Not B.", "Answer: not A, B. B is wrong", "I think neither A nor B, B"):
+        assert chosen_letter(response) is None
+
+
+@pytest.mark.parametrize(
+    "response",
+    ["A or B, I choose A over B", "A or B. The man holds B", "A or B, and B is second", "A and C. Look at D"],
+)
+def test_letters_stay_open_unless_the_last_word_decides(response):
+    assert chosen_letter(f"Answer: {response}") is None
 
 
 def sample(response, truth, **columns):

@@ -16,6 +16,7 @@ SOON = 300  # times as long as a loop over the text: linear time takes 30 at mos
 COLOURS = ["red", "green", "blue", "a red circle"]
 UNITS = ["\n", " ", "<think>", "</think>", "<answer>", "</answer>", "<think></think>", "answer:", "answer ", "答案是"]
 UNITS += ["(", "[[", "{", "A", "A ", "a ", "A, ", "A or ", "not A ", "A is wrong. ", "because ", "option b ", "Ａ"]
+UNITS += ["not A, B. ", "A or B? ", "A, no, ", "I see A cat "]
 UNITS += ["\u0301\u0316", "\\boxed{", "\\boxed{1}", "\\", "\\(", "$"]  # the first: Unicode's normal form is quadratic
 
 
