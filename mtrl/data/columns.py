@@ -135,6 +135,16 @@ def apply_column_aliases(sources: Sequence[DataSource], settings: DataSettings, 
     return renamed
 
 
+def alias_columns(source: DataSource) -> set[str]:
+    """Return the columns of a source that are read in place of ours, under the names of the file."""
+    names: set[str] = set()
+    inner: Any = source
+    while inner is not None:  # the source may be some rows of a renamed one
+        names |= set(inner.names.values()) if isinstance(inner, RenamedColumns) else set()
+        inner = getattr(inner, "source", None)
+    return names
+
+
 def list_columns(sources: Sequence[DataSource], cache: DiskCache) -> set[str]:
     """Return the columns seen in any source, under our names and the original ones."""
     columns: set[str] = set()

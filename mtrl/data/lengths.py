@@ -29,9 +29,9 @@ from mtrl.data.video import check_pixels, measure_media, target_sizes
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Task
 
-VERSION = 4  # version of the cached results; raise it when the same row would now get another result
+VERSION = 5  # version of the cached results; raise it when the same row would now get another result
 GOOD, BAD, TOO_BIG = 0, 1, 2  # states of a row
-UNREAD_IMAGES, EXTRA_IMAGES, MARK_AS_TEXT = 1, 2, 3  # notes about a row; 0: none
+UNREAD_MEDIA, EXTRA_IMAGES, MARK_AS_TEXT = 1, 2, 3  # notes about a row; 0: none
 SAMPLED_ROWS = 64  # rows whose images are decoded, spread over the data
 
 FileStamp = tuple[str, int, int]  # path, bytes, mtime in ns; -1, -1 if the file does not exist
@@ -121,7 +121,7 @@ class Scanner:
         try:
             task = self.builder.build(source, index)
             files = tuple(_stamp(m.source) for m in task.media if isinstance(m.source, str))  # before reading them
-            return self._measure(task, files)
+            return self._measure(task, files, self._note(source, task))
         except RowError as error:
             return RowScan(BAD, error.reason, files=files)
 
@@ -133,7 +133,14 @@ class Scanner:
             return error.reason
         return ""
 
-    def _measure(self, task: Task, files: tuple[FileStamp, ...]) -> RowScan:
+    def _note(self, source: DataSource, task: Task) -> int:
+        if task.media:
+            return EXTRA_IMAGES if find_image_column(task.columns or {}) is not None else 0
+        if self.builder.find_unread_media(source, task.columns or {}) is not None:
+            return UNREAD_MEDIA
+        return MARK_AS_TEXT if MARK.search(task.text) else 0
+
+    def _measure(self, task: Task, files: tuple[FileStamp, ...], note: int) -> RowScan:
         task, sizes = measure_media(task, self.encoder)
         if self.settings.check_images == "full":
             check_pixels(task.media)
@@ -146,7 +153,7 @@ class Scanner:
         targets = target_sizes(self.encoder, limited, task.media)
         length = prompt_length(self.encoder, task, limited)
         pixels = sum(max(1, frames) * h * w for frames, (h, w) in zip(frame_counts, targets, strict=True))
-        return RowScan(GOOD, "", length, pixels, _make_note(task), media_sizes, files)
+        return RowScan(GOOD, "", length, pixels, note, media_sizes, files)
 
 
 def scan_source(
@@ -187,12 +194,6 @@ def prompt_length(encoder: PromptEncoder | None, task: Task, sizes: Sequence[Siz
         return encoder.length(task, sizes)
     except ValueError as error:
         raise RowError(str(error)) from error
-
-
-def _make_note(task: Task) -> int:
-    if find_image_column(task.columns or {}) is not None:
-        return EXTRA_IMAGES if task.media else UNREAD_IMAGES
-    return MARK_AS_TEXT if not task.media and MARK.search(task.text) else 0
 
 
 def _stamp(path: str) -> FileStamp:

@@ -1,4 +1,4 @@
-"""Images that nothing reads and answers that a reward needs: reported after the scan, before a run trains without
+"""Media that no key reads and answers that a reward needs: reported after the scan, before a run trains without
 them."""
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtrl.data.columns import find_image_column, get_column, is_ground_truth
-from mtrl.data.lengths import EXTRA_IMAGES, MARK_AS_TEXT, UNREAD_IMAGES, SourceScan
+from mtrl.data.lengths import EXTRA_IMAGES, MARK_AS_TEXT, UNREAD_MEDIA, SourceScan
 from mtrl.data.prompts import TaskBuilder
 from mtrl.data.row_settings import DataSettings, DataSource, RowError
+from mtrl.types import Task
 
 CONTINUE_ANYWAY = "To continue anyway: dataset.on_missing=warn."
 
@@ -28,17 +29,13 @@ class ScanNotes:
         """Return a message for each problem that `dataset.on_missing` decides about. `answer_rewards`: rewards that
         need an answer."""
         messages, total, settings = [], sum(map(len, self.sources)), self.builder.settings
-        if note := self._find(UNREAD_IMAGES):
-            count, origin, column = note
-            messages.append(
-                f"the column {column!r} holds images that nothing reads, in {count} of {total} rows without other "
-                f"images ({origin} is the first); set dataset.image_key={column}"
-            )
+        if settings.on_unread_media == "error" and (message := self._unread_media(total)):
+            messages.append(message)
         if note := self._find(MARK_AS_TEXT):
-            count, origin, _ = note
+            count, _, task = note
             messages.append(
                 f"{count} of {total} prompts have an <image> or <video> that is read as text, since their rows have "
-                f"no image or video ({origin} is the first); set dataset.image_key to the column of the images"
+                f"no image or video ({task.origin} is the first); set dataset.image_key to the column of the images"
             )
         if answer_rewards and not has_answers(self.sources, settings):
             messages.append(missing_answers_message(self.sources, settings, answer_rewards))
@@ -48,16 +45,29 @@ class ScanNotes:
         """Return a message about images that only rewards can read, which is no error."""
         if (note := self._find(EXTRA_IMAGES)) is None:
             return None
-        count, _, column = note
+        count, _, task = note
+        column = find_image_column(task.columns or {})
         return f"the column {column!r} holds more images, in {count} rows, for the rewards only (dataset.image_key)"
 
-    def _find(self, note: int) -> tuple[int, str, str | None] | None:
-        """Return the number of rows with this note, the first of them, and its column of images."""
+    def _unread_media(self, total: int) -> str | None:
+        if (note := self._find(UNREAD_MEDIA)) is None:
+            return None
+        count, source, task = note
+        unread = self.builder.find_unread_media(source, task.columns or {})
+        assert unread is not None, "the scan has found it"
+        column, kind = unread
+        return (
+            f"the column {column!r} holds {kind}s that no key reads, in {count} of {total} rows without other media "
+            f"({task.origin} is the first); set dataset.{kind}_key={column}, or dataset.on_unread_media=ignore if "
+            "the prompts do not need them"
+        )
+
+    def _find(self, note: int) -> tuple[int, DataSource, Task] | None:
+        """Return the number of rows with this note, and the first of them with its source."""
         count = sum(int((scan.note == note).sum()) for scan in self.scans)
         for source, scan in zip(self.sources, self.scans, strict=True):
             for row in np.flatnonzero(scan.note == note).tolist():
-                task = self.builder.build(source, row)
-                return count, task.origin, find_image_column(task.columns or {})
+                return count, source, self.builder.build(source, row)
         return None
 
 

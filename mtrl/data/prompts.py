@@ -7,15 +7,16 @@ the media of the row replace them in order. Without any mark the media come firs
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtrl.data.columns import MISSING, find_image_column, get_column
+from mtrl.data.columns import MISSING, alias_columns, get_column
 from mtrl.data.media import WITH_ARTICLE, Kind, make_medium, media_list
 from mtrl.data.row_settings import DataError, DataSettings, DataSource, RowError, shorten
 from mtrl.data.templates import PromptTemplate, load_template
+from mtrl.data.unread import UnreadMedia, find_unread_media
 from mtrl.types import Medium, Task
 
 MARKS = {"<image>": "image", "<video>": "video"}
@@ -53,7 +54,8 @@ class TaskBuilder:
             if options is not None and not isinstance(options, (list, tuple, Mapping, str)):
                 raise RowError(f"its options are a {type(options).__name__}; expected a list")
             columns["options"] = options
-        messages, kinds = self._place_media(chat, {kind: len(each) for kind, each in media.items()}, columns)
+        counts = {kind: len(each) for kind, each in media.items()}
+        messages, kinds = self._place_media(chat, counts, lambda: self.find_unread_media(source, columns))
         remaining = {kind: iter(each) for kind, each in media.items()}
         return Task(
             id=f"{source.fingerprint}:{number - 1}",
@@ -65,13 +67,19 @@ class TaskBuilder:
             chat=not isinstance(get_column(row, keys.prompt_key), str),
         )
 
+    def find_unread_media(self, source: DataSource, columns: Mapping[str, Any]) -> UnreadMedia | None:
+        """Return a column of a row without media that holds an image or a video and that no key reads."""
+        keys = self.settings
+        read = {keys.prompt_key, keys.answer_key, keys.image_key, keys.video_key, keys.options_key, "options"}
+        return find_unread_media(columns, read | alias_columns(source))
+
     def _read_media(self, row: Mapping[str, Any], source: DataSource, kind: Kind) -> list[Medium]:
         image_dir, keys = self.settings.image_dir, {"image": self.settings.image_key, "video": self.settings.video_key}
         directory = Path(image_dir).expanduser() if image_dir else source.directory
         return [make_medium(value, directory, kind) for value in media_list(get_column(row, keys[kind]))]
 
     def _place_media(
-        self, chat: Chat, available: Mapping[str, int], columns: Mapping[str, Any]
+        self, chat: Chat, available: Mapping[str, int], find_unread: Callable[[], UnreadMedia | None]
     ) -> tuple[tuple[dict[str, Any], ...], list[str]]:
         """Return the messages, and the kinds of their media in order."""
         if any(available.values()):
@@ -82,8 +90,10 @@ class TaskBuilder:
             return place_media(chat, available)
         except RowError as error:
             hint = "set dataset.image_key to their column, or dataset.on_missing=warn to read marks as text"
-            if column := find_image_column(columns):
-                hint = f"the column {column!r} holds images: set dataset.image_key={column}"
+            if unread := find_unread():
+                hint = (
+                    f"the column {unread.column!r} holds {unread.kind}s: set dataset.{unread.kind}_key={unread.column}"
+                )
             raise RowError(f"{error}; {hint}") from error
 
     def _make_chat(self, row: Mapping[str, Any]) -> Chat:

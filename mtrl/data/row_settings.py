@@ -37,6 +37,7 @@ class DataSettings:
     on_bad_row: Literal["scan", "error", "skip"] = "scan"
     check_images: Literal["sample", "full"] = "sample"
     on_missing: Literal["error", "warn"] = "error"
+    on_unread_media: Literal["error", "ignore"] = "error"
     format_prompt: str | None = None  # a Jinja file
     system_prompt: str | None = None
 

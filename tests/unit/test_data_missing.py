@@ -1,11 +1,18 @@
 """`dataset.on_missing`: images that nothing reads, marks without images, missing answers for a reward."""
 
+import base64
+import re
+from pathlib import Path
+
 import pytest
 from data_helpers import FakeEncoder, picture, picture_bytes, write_jsonl
 
-from mtrl.compose.task_source import open_data_sources, rewards_needing_answers
+from mtrl import Trainer
+from mtrl.cli import main
+from mtrl.compose.task_source import open_data_sources, rewards_needing_answers, validation_sampler
 from mtrl.config import load_config
 from mtrl.data import DataError, DataSettings, open_dataset
+from mtrl.embedded.embedded_rows import CONFIG_FILE
 
 PNG = picture_bytes()
 
@@ -29,10 +36,55 @@ def test_images_that_are_not_read(tmp_path, caplog, value):
     rows = [{"prompt": "a"}, {"prompt": "b", "photo": value}, {"prompt": "c", "photo": value}]
     message = refusal(rows, tmp_path)
     assert message == (
-        "the column 'photo' holds images that nothing reads, in 2 of 3 rows without other images "
-        "(rows given in Python, row 2 is the first); set dataset.image_key=photo"
+        "the column 'photo' holds images that no key reads, in 2 of 3 rows without other media (rows given in Python, "
+        "row 2 is the first); set dataset.image_key=photo, or dataset.on_unread_media=ignore if the prompts do not "
+        "need them"
     )
     assert len(opened(rows, tmp_path, on_missing="warn")) == 3 and message in caplog.messages
+
+
+FILES = {  # column and value; the key that reads it
+    "image_path": "a/1.png", "image_file": "1.JPG", "img_path": ["1.webp", "2.webp"], "image_url": "https://x.org/1.jpg?a=2",
+    "file_name": "000001.jpg", "figure": "fig 1.tiff", "photo": [["1.heic"]], "anything": "file:///data/1.bmp",
+    "address": "data:image/png;base64,AAAA", "encoded": base64.b64encode(PNG).decode(), "listed": [{"url": "1.gif"}],
+    "picture_link": "https://x.org/asset/17", "extra_info": {"media": {"shot": "1.avif"}}, "nulls": [None, "a.png"],
+    "clip": "1.mp4", "movie": ["data:video/mp4;base64,AAAA"], "mp4": b"\0\0\0\x20ftypisom", "scan.heic": b"\0\0x",
+    "python": Path("a.png"),
+}  # fmt: skip
+VIDEOS = ("clip", "movie", "mp4")
+
+
+@pytest.mark.parametrize("column", FILES)
+def test_files_under_any_name_are_refused_by_their_content(tmp_path, caplog, column):
+    rows = [{"prompt": "a"}, {"prompt": "b", column: FILES[column]}]
+    message, kind = refusal(rows, tmp_path), "video" if column in VIDEOS else "image"
+    name = "extra_info.media.shot" if column == "extra_info" else column
+    assert f"the column {name!r} holds {kind}s that no key reads, in 1 of 2 rows" in message
+    assert "rows given in Python, row 2 is the first" in message and f"set dataset.{kind}_key={name}," in message
+    assert len(opened(rows, tmp_path, on_unread_media="ignore")) == 2 and not caplog.messages
+    with pytest.raises(DataError, match=f"the column '{re.escape(name)}' holds {kind}s: set dataset.{kind}_key="):
+        opened([{"prompt": "<image>b", column: FILES[column]}], tmp_path)
+    beside = [{"prompt": "b", "images": [PNG], column: FILES[column]}]
+    assert len(opened(beside, tmp_path)) == 1, "with media that a key reads it is metadata"
+
+
+def test_every_command_refuses_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MTRL_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "1.png").write_bytes(PNG)
+    data = str(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "answer": "B", "image_path": "1.png"}]))
+    files = {"dataset.train_files": data, "dataset.val_files": data, "training.output_dir": str(tmp_path / "runs")}
+    options = [f"{key}={value}" for key, value in files.items()]
+    wanted = "set dataset.image_key=image_path, or dataset.on_unread_media=ignore"
+    for command in (["data", data], *([name, str(CONFIG_FILE), *options] for name in ("data", "doctor", "train"))):
+        assert main(command) != 0
+        captured = capsys.readouterr()
+        assert wanted in " ".join((captured.out + captured.err).split()), command
+    run = load_config(CONFIG_FILE, files)
+    with pytest.raises(DataError, match="image_path"):
+        validation_sampler(run, FakeEncoder())  # as `mtrl eval` opens its data
+    with pytest.raises(DataError, match="image_path"):
+        Trainer(data=[{"prompt": "a", "answer": "B", "image_path": "1.png"}], output_dir=str(tmp_path)).train()
+    assert main(["data", data, "dataset.on_unread_media=ignore"]) == 0
 
 
 def test_it_is_an_error_from_the_cache_too(tmp_path):
@@ -57,14 +109,27 @@ def test_additional_images_are_reported_and_kept(tmp_path, caplog):
 @pytest.mark.parametrize(
     "rows",
     [
-        [{"prompt": "a", "mask_file": "a.png", "page": "b.jpg", "notes": "see <b>image</b>"}],
+        [{"prompt": "a", "file": "app.ts", "page": "https://example.org/a", "notes": "see <b>image</b>"}],
+        [{"prompt": "a", "images": [PNG], "source_file": "a.png", "meta": {"thumbnail": "b.jpg", "url": "c.mp4"}}],
+        [{"prompt": "what is in a.png", "answer": "b.png", "options": ["a.png", "b.png"], "text": "x\ny.png"}],
+        [{"problem": "name it x.png", "solution": "y.png"}],
+        [{"conversations": [{"from": "human", "value": "rename a.png"}, {"from": "gpt", "value": "mv a.png b.png"}]}],
+        [
+            {
+                "prompt": "a",
+                "log": "I saw <a.png>",
+                "quote": 'open("a.png',
+                "digits": "iVBORw0KGgo is the start of a PNG",
+            }
+        ],
         [{"prompt": "a"}, {"prompt": "b", "images": [PNG]}],
         [{"prompt": "a", "images": None, "image": None}, {"prompt": "b", "images": [], "blob": b"\0\1\2"}],
         [{"prompt": "a", "image": "a drawing of a cat"}],
     ],
 )
 def test_valid_data_is_no_error(tmp_path, caplog, rows):
-    assert len(opened(rows, tmp_path)) == len(rows) and not caplog.messages
+    assert len(opened(rows, tmp_path)) == len(rows)
+    assert all("read from the column" in message for message in caplog.messages), "only aliases are reported"
 
 
 def test_the_embedded_task_is_fine(tmp_path, caplog, few_rows):
