@@ -120,16 +120,19 @@ def open_parquet(path: Path, cache: DiskCache) -> GroupedRows:
         counts = [group.num_rows for group in groups]
         if min(counts, default=0) < 0 or sum(counts) != metadata.num_rows:
             raise ValueError("its row counts do not add up")
-        fingerprint = _cached_fingerprint(cache, file_stamp(path), lambda: file_fingerprint(path))
+        stamp = file_stamp(path)
+        fingerprint = _cached_fingerprint(cache, stamp, lambda: file_fingerprint(path))
         if all(group.total_byte_size <= MAX_ROW_GROUP for group in groups):
-            return GroupedRows(path, fingerprint, list(accumulate(counts)), lambda: _open_parquet_reader(path))
+            return GroupedRows(path, fingerprint, list(accumulate(counts)), lambda: _open_parquet_reader(path, stamp))
         copy, ends = _make_arrow_copy(path, fingerprint, cache)
         return GroupedRows(path, fingerprint, ends, lambda: _open_copy_reader(copy))
     except UNREADABLE as error:
         raise DataError(f"{path} cannot be read as Parquet: {one_line(error)}") from error
 
 
-def _open_parquet_reader(path: Path) -> Callable[[int], pa.Table]:
+def _open_parquet_reader(path: Path, stamp: tuple[str, int, int]) -> Callable[[int], pa.Table]:
+    if file_stamp(path) != stamp:  # a process that prepares prompts opens the file later
+        raise ValueError("the file has changed since the run began; restore it, or start a new run")
     file = pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True)
     return lambda group: file.read_row_group(group, use_threads=False)  # a forked process has no threads
 

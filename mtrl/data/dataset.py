@@ -91,6 +91,10 @@ class Dataset:
         source = self.sources[self._source[position]]
         return source.name, source.row_number(int(self._row[position]))
 
+    def changed_file(self, position: int) -> str | None:
+        """Return a media file of a task that is another one than the scan has seen."""
+        return self.scans[self._source[position]].changed_file(int(self._row[position]))
+
     def find_position(self, task_id: str) -> int:
         fingerprint, _, row = task_id.rpartition(":")
         for number, source in enumerate(self.sources):
@@ -125,6 +129,9 @@ def open_dataset(
     if dataset.late:
         logger.warning("%d of %d rows have become unusable since the run began and will be skipped",
                        dataset.late, counts.total)  # fmt: skip
+    if resuming and (written := sum(scan.rescanned for scan in dataset.scans)):
+        logger.warning("the image or video files of %d rows were written after the last scan; the resumed run uses "
+                       "them as they are now", written)  # fmt: skip
     if dataset.bad_rows:
         if bad_rows_path is not None and left_out is None:
             list_bad_rows(bad_rows_path, dataset.bad_rows)

@@ -3,7 +3,8 @@ some rows (with `check_images: full`, of all rows) are decoded, since only that 
 
 Results are cached per source. The key is the data file (path, size, mtime), the encoder's fingerprint and the settings
 that matter; the length limit is not among them, so changing it needs no new scan. Rows whose image files changed in
-size or mtime, appeared or disappeared are scanned again, the others are not.
+size or mtime, appeared or disappeared are scanned again, the others are not. The same stamps show later whether a file
+is still the one of the scan (`changed_file`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,16 @@ from mtrl.data.templates import read_template
 from mtrl.data.video import check_pixels, measure_media, target_sizes
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Task
+from mtrl.utils.files import regular_file
 
 VERSION = 5  # version of the cached results; raise it when the same row would now get another result
 GOOD, BAD, TOO_BIG = 0, 1, 2  # states of a row
 UNREAD_MEDIA, EXTRA_IMAGES, MARK_AS_TEXT = 1, 2, 3  # notes about a row; 0: none
 SAMPLED_ROWS = 64  # rows whose images are decoded, spread over the data
 
-FileStamp = tuple[str, int, int]  # path, bytes, mtime in ns; -1, -1 if the file does not exist
+HASHED_BYTES = 16 << 10  # at each end of a media file; most of them are read for its header anyway
+
+FileStamp = tuple[str, int, int, int]  # path, bytes, mtime in ns, hash; -1, -1, 0 if the file does not exist
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,10 @@ class SourceScan:
     pixels: np.ndarray  # [rows]
     note: np.ndarray  # [rows]
     sizes: np.ndarray  # [media, 4]: row, height, width, frames (0: an image)
-    stamps: np.ndarray  # [files, 3]: row, bytes, mtime
+    stamps: np.ndarray  # [files, 4]: row, bytes, mtime, hash; sorted by row
     paths: list[str] = field(default_factory=list)  # [files]
     reasons: dict[int, str] = field(default_factory=dict)  # why each bad row cannot be used, by row
+    rescanned: int = 0  # rows that the cache had, with files that were written since
 
     @classmethod
     def empty(cls, rows: int) -> SourceScan:
@@ -71,7 +76,7 @@ class SourceScan:
             pixels=np.zeros(rows, np.int64),
             note=np.zeros(rows, np.uint8),
             sizes=np.zeros((0, 4), np.int64),
-            stamps=np.zeros((0, 3), np.int64),
+            stamps=np.zeros((0, 4), np.int64),
         )
 
     def update(self, rows: Sequence[int], results: Sequence[RowScan]) -> None:
@@ -80,10 +85,12 @@ class SourceScan:
         is_new[list(rows)] = True
         old = ~is_new[self.stamps[:, 0]]
         paths = [path for path, is_old in zip(self.paths, old, strict=True) if is_old]
-        stamps = [(row, size, mtime) for row, scan in zip(rows, results, strict=True) for _, size, mtime in scan.files]
+        stamps = [(row, *stamp) for row, scan in zip(rows, results, strict=True) for _, *stamp in scan.files]
         sizes = [(row, *size) for row, scan in zip(rows, results, strict=True) for size in scan.sizes]
-        self.paths = paths + [path for scan in results for path, _, _ in scan.files]
-        self.stamps = np.concatenate([self.stamps[old], np.array(stamps, np.int64).reshape(-1, 3)])
+        paths += [path for scan in results for path, *_ in scan.files]
+        all_stamps = np.concatenate([self.stamps[old], np.array(stamps, np.int64).reshape(-1, 4)])
+        order = np.argsort(all_stamps[:, 0], kind="stable")
+        self.paths, self.stamps = [paths[index] for index in order.tolist()], all_stamps[order]
         self.sizes = np.concatenate([self.sizes[~is_new[self.sizes[:, 0]]], np.array(sizes, np.int64).reshape(-1, 4)])
         for row, scan in zip(rows, results, strict=True):
             self.state[row], self.length[row], self.pixels[row] = scan.state, scan.length, scan.pixels
@@ -105,7 +112,22 @@ class SourceScan:
     def changed_rows(self) -> list[int]:
         """Return the rows with an image file that has changed."""
         stamps = zip(self.paths, self.stamps.tolist(), strict=True)
-        return sorted({row for path, (row, size, mtime) in stamps if _stamp(path) != (path, size, mtime)})
+        return sorted({row for path, (row, size, mtime, _) in stamps if _size_and_mtime(path) != (size, mtime)})
+
+    @cached_property
+    def _stamped_rows(self) -> np.ndarray:
+        return np.ascontiguousarray(self.stamps[:, 0])
+
+    def changed_file(self, row: int) -> str | None:
+        """Return a media file of a good row that is another one than the scan has seen. A file that was only written
+        again, with the same content, is the same."""
+        if self.state[row] != GOOD:
+            return None
+        low, high = np.searchsorted(self._stamped_rows, [row, row + 1]).tolist()
+        for path, (_, size, mtime, digest) in zip(self.paths[low:high], self.stamps[low:high].tolist(), strict=True):
+            if _size_and_mtime(path) != (size, mtime) and _stamp(path)[1::2] != (size, digest):
+                return path
+        return None
 
 
 @dataclass(frozen=True)
@@ -165,6 +187,8 @@ def scan_source(
     todo = range(len(source)) if scan is None else scan.changed_rows()
     if scan is None:
         scan = SourceScan.empty(len(source))
+    else:
+        scan.rescanned = len(todo)
     if todo:
         results = map_rows(partial(scanner.scan, source), todo, f"checking {source.name}", workers=workers)
         scan.update(todo, results)
@@ -197,11 +221,24 @@ def prompt_length(encoder: PromptEncoder | None, task: Task, sizes: Sequence[Siz
 
 
 def _stamp(path: str) -> FileStamp:
+    size, mtime = _size_and_mtime(path)
+    digest = hashlib.blake2b(digest_size=8)
+    try:
+        with regular_file(path).open("rb") as file:
+            digest.update(file.read(HASHED_BYTES))
+            file.seek(max(0, size - HASHED_BYTES))
+            digest.update(file.read(HASHED_BYTES))
+    except (OSError, ValueError):  # whoever reads the medium reports it
+        return path, size, mtime, 0
+    return path, size, mtime, int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def _size_and_mtime(path: str) -> tuple[int, int]:
     try:
         stat = os.stat(path)
     except (OSError, ValueError):
-        return path, -1, -1
-    return path, stat.st_size, stat.st_mtime_ns
+        return -1, -1
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _cache_key(source: DataSource, scanner: Scanner) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Images: from the value in a row to RGB pixels at the size the model sees.
 
-Sizes come from headers, without decoding. Pixels are decoded when a prompt is needed, rotated upright (EXIF), converted
-to RGB (transparency over white, 16 bits to 8, the first frame of an animation) and resized once, by PIL's bicubic
-filter. Both go through `_open`, so that the sizes agree.
+Sizes come from headers, without decoding. Pixels are decoded when a prompt is needed, rotated upright (EXIF, XMP),
+converted to RGB (transparency over white, wide samples to 8 bits as `sample_range.py` says, the first frame of an
+animation) and resized once, by PIL's bicubic filter. Both go through `_open`, so that the sizes agree.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 from PIL import ExifTags, Image
 
+from mtrl.data.png_chunks import read_png_chunks
 from mtrl.data.row_settings import RowError, shorten
+from mtrl.data.sample_range import check_colors, has_wide_gray, has_wide_samples, to_gray
 from mtrl.types import Medium
 from mtrl.utils.files import regular_file
 
@@ -121,22 +123,20 @@ def read_size(medium: Medium, verify: bool = True) -> Size:
     marker at its end, or by decoding all pixels if there is none."""
     with _open(medium) as (image, data):
         width, height = image.size
-        size = (width, height) if _orientation(image) in (5, 6, 7, 8) else (height, width)
-        if verify and not _looks_complete(image.format, data):
+        size = (width, height) if _is_on_its_side(image, data) else (height, width)
+        if verify and has_wide_samples(image, data):  # only the samples show whether their range is known
+            _decode_rgb(image, data, medium)
+        elif verify and not _looks_complete(image.format, data):
             _load(image, medium)
         return size
 
 
 def decode(medium: Medium, target: Size) -> np.ndarray:
     """Decode an image as RGB uint8 [H, W, 3] at the target (height, width)."""
-    with _open(medium) as (image, _):
-        transpose = TRANSPOSES.get(_orientation(image))
-        _load(image, medium)
-        try:
-            upright = _to_rgb(image)
-            upright = upright.transpose(transpose) if transpose is not None else upright
-        except (ValueError, OSError, MemoryError) as error:
-            raise RowError(f"{media_name(medium)} (mode {image.mode}) cannot be made RGB: {error}") from error
+    with _open(medium) as (image, data):
+        transpose = TRANSPOSES.get(_orientation(image, data))
+        upright = _decode_rgb(image, data, medium)
+        upright = upright.transpose(transpose) if transpose is not None else upright
     if upright.size != (target[1], target[0]):
         upright = upright.resize((target[1], target[0]), Image.Resampling.BICUBIC)
     return np.asarray(upright)
@@ -213,6 +213,14 @@ def open_bytes(medium: Medium) -> BinaryIO:
         raise RowError(f"{media_name(medium)} cannot be opened ({reason})") from error
 
 
+def _decode_rgb(image: Image.Image, data: BinaryIO, medium: Medium) -> Image.Image:
+    _load(image, medium)
+    try:
+        return _to_rgb(image, data)
+    except (ValueError, OSError, MemoryError) as error:
+        raise RowError(f"{media_name(medium)} (mode {image.mode}) cannot be made RGB: {error}") from error
+
+
 def _load(image: Image.Image, medium: Medium) -> None:
     try:
         image.load()
@@ -232,13 +240,31 @@ def _check_size(image: Image.Image, medium: Medium) -> None:
         )
 
 
-def _orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation without decoding, which a PNG without EXIF would need. Pillow rotates TIFF itself."""
-    if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
-        return 1
+def _orientation(image: Image.Image, data: BinaryIO) -> int:
+    """Return how the decoded image must be turned. Pillow turns TIFF itself while it decodes."""
+    return 1 if image.format == "TIFF" else _read_orientation(image, data)
+
+
+def _is_on_its_side(image: Image.Image, data: BinaryIO) -> bool:
+    """Whether width and height before decoding are exchanged; of a TIFF only if its XMP says so: Pillow reports the
+    upright size if its own field does."""
+    is_reported = image.format == "TIFF" and ExifTags.Base.Orientation in getattr(image, "tag_v2", {})
+    return not is_reported and _read_orientation(image, data) in (5, 6, 7, 8)
+
+
+def _read_orientation(image: Image.Image, data: BinaryIO) -> int:
+    """Return the orientation that EXIF states, else XMP, without decoding."""
     try:
-        value = image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # the EXIF is damaged; the pixels may be fine
+        if image.format == "PNG" and (chunks := read_png_chunks(data)) is not None:  # None: an image in memory
+            if b"eXIf" in chunks:
+                image.info.setdefault("exif", b"Exif\0\0" + chunks[b"eXIf"])
+            if b"iTXt" in chunks:
+                image.info.setdefault("XML:com.adobe.xmp", chunks[b"iTXt"].decode("utf-8", "replace"))
+            exif = Image.Image.getexif(image)  # that of a PNG would decode the pixels, in search of later chunks
+        else:
+            exif = image.getexif()
+        value = exif.get(ExifTags.Base.Orientation, 1)
+    except Exception:  # the metadata are damaged; the pixels may be fine
         return 1
     return value if isinstance(value, int) else 1
 
@@ -263,26 +289,17 @@ def _looks_complete(format: str | None, data: BinaryIO) -> bool:
     return is_complete
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I;16"):
-        return _from_gray(np.asarray(image) / 257)
-    if image.mode == "I":  # a 16-bit PNG as some versions of Pillow read it, or 32 bits
-        values = np.asarray(image).astype(np.float64)
-        top = values.max()
-        return _from_gray(values * (255 / (65535 if top <= 65535 else top)))
-    if image.mode == "F":
-        values = np.nan_to_num(np.asarray(image).astype(np.float64))
-        return _from_gray(values * (255 if values.max() <= 1 else 1))
+def _to_rgb(image: Image.Image, data: BinaryIO) -> Image.Image:
+    if has_wide_gray(image):
+        gray = np.clip(np.rint(to_gray(image, data)), 0, 255)
+        return Image.fromarray(gray.astype(np.uint8)).convert("RGB")
+    check_colors(image, data)
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         background = Image.new("RGB", rgba.size, (255, 255, 255))
         background.paste(rgba, mask=rgba.getchannel("A"))
         return background
     return image.convert("RGB")
-
-
-def _from_gray(values: np.ndarray) -> Image.Image:
-    return Image.fromarray(np.clip(np.rint(values), 0, 255).astype(np.uint8)).convert("RGB")
 
 
 @lru_cache(maxsize=1)

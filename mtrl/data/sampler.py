@@ -24,7 +24,7 @@ import numpy as np
 from PIL import Image
 
 from mtrl.data.dataset import Dataset
-from mtrl.data.media import Size, limit_side
+from mtrl.data.media import Size, limit_side, media_name
 from mtrl.data.row_settings import BadRow, DataError, RowError, list_bad_rows
 from mtrl.data.video import decode_medium, measure_media, target_sizes
 from mtrl.data.workers import DecodeWorkers, Load
@@ -66,6 +66,9 @@ class PromptLoader:
         limited = [limit_side(size, settings.max_image_side) for size in sizes]
         targets = target_sizes(self.encoder, limited, task.media)
         media = [self._image(medium, target) for medium, target in zip(task.media, targets, strict=True)]
+        if file := self.dataset.changed_file(position):  # after the pixels were read: no moment is left unwatched
+            name = next(media_name(medium) for medium in task.media if medium.source == file)
+            raise RowError(f"{name} has changed since the run began; restore it, or start a new run")
         try:
             with self._encoding:
                 prompt = self.encoder.encode(task, media)

@@ -233,6 +233,13 @@ def test_a_footer_with_impossible_row_counts_is_an_error(tmp_path, cache, monkey
         open_sources(str(path), cache)
 
 
+def test_a_parquet_file_exchanged_before_a_worker_opens_it(tmp_path, cache):
+    (source,) = open_sources(str(write_parquet(tmp_path / "a.parquet", ROWS)), cache)
+    write_parquet(tmp_path / "a.parquet", [*ROWS, *ROWS])
+    with pytest.raises(RowError, match="the file has changed since the run began"):
+        source.read(0)
+
+
 def test_rows_of_python(cache):
     first, same, other = RowList(ROWS), RowList([dict(row) for row in ROWS]), RowList(ROWS[1:])
     assert first.fingerprint == same.fingerprint != other.fingerprint
