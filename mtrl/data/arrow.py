@@ -20,7 +20,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from mtrl.data.cache import DiskCache, atomic_write, file_stamp, pack_json, unpack_json
-from mtrl.data.row_settings import DataError, DataSource, RowError, one_line
+from mtrl.data.row_settings import DataError, DataSource, RowError, one_line, shorten
 from mtrl.utils.files import regular_file
 
 MIB = 1 << 20
@@ -178,16 +178,32 @@ def _make_arrow_copy(path: Path, fingerprint: str, cache: DiskCache) -> tuple[Pa
 def open_saved_dataset(directory: Path, cache: DiskCache) -> ArrowRows:
     """Open a `save_to_disk` directory. Its Arrow files are plain streams, so `datasets` is not needed."""
     try:
-        state = json.loads(regular_file(directory / "state.json").read_text())
-        files = [directory / entry["filename"] for entry in state["_data_files"]]
+        files = _read_data_files(directory / "state.json")
         stamp = [file_stamp(file) for file in files]
         table = pa.concat_tables([_map_table(file) for file in files])
         fingerprint = _cached_fingerprint(cache, stamp, lambda: table_fingerprint(table))
     except DataError:
         raise
-    except (*UNREADABLE, KeyError, TypeError) as error:
+    except UNREADABLE as error:
         raise DataError(f"{directory} cannot be read as a saved dataset: {one_line(error)}") from error
     return ArrowRows(table, str(directory), directory, fingerprint, stamp)
+
+
+def _read_data_files(state: Path) -> list[Path]:
+    """Return the files that `state.json` lists, which lie beside it."""
+    try:
+        content = json.loads(regular_file(state).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # RecursionError: brackets nested deeply
+        raise DataError(f"{state} is not valid JSON: {one_line(error)}") from error
+    entries = content.get("_data_files") if isinstance(content, dict) else None
+    entries = entries if isinstance(entries, list) else []
+    names = [str(entry["filename"]) for entry in entries if isinstance(entry, dict) and entry.get("filename")]
+    if not names or len(names) < len(entries):
+        raise DataError(f"{state} does not list its files as _data_files: [{{filename: ..}}]; save the dataset again")
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise DataError(f"{state} names a file outside its folder ({shorten(name)}); save the dataset again")
+    return [state.parent / name for name in names]
 
 
 def open_arrow(path: Path, cache: DiskCache) -> ArrowRows:

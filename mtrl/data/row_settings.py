@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 from mtrl.utils.files import regular_file
 
 MAX_REASON_CHARS = 400
+MAX_NESTING = 100  # levels of lists and objects in a row: code that walks a row may recurse
 MAX_LISTED_CAUSES = 20
 # Parts of a reason that differ between rows with the same cause: names, quotes, details in brackets, numbers.
 ROW_DETAIL = re.compile(r"""the (?:image|video) .+?(?= (?:does not|cannot|is|has|\())|'[^']*'|"[^"]*"|\([^()]*\)|\d+""")
@@ -145,3 +146,24 @@ def read_initial_bad_rows(path: Path) -> set[tuple[str, int]]:
             if not entry.get("late"):
                 rows.add((entry["file"], entry["row"]))
     return rows
+
+
+def check_object(value: Any) -> dict[str, Any]:
+    """Return a row as a dict; raise RowError if it is none, or nested too deep."""
+    if not isinstance(value, Mapping):
+        raise RowError(f"it is a {type(value).__name__}, not an object with columns")
+    if _is_too_deep(value):
+        raise RowError(f"it is nested more than {MAX_NESTING} levels deep")
+    return dict(value)
+
+
+def _is_too_deep(value: Any) -> bool:
+    """Check level by level: recursion would fail on such a value."""
+    level = [value]
+    for _ in range(MAX_NESTING):
+        inner = [list(each.values()) if isinstance(each, Mapping) else each for each in level]
+        nested = (item for each in inner for item in each if isinstance(item, (list, tuple, Mapping)))
+        level = list({id(item): item for item in nested}.values())  # each object once, however often it occurs
+        if not level:
+            return False
+    return True

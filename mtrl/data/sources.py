@@ -35,12 +35,11 @@ from mtrl.data.arrow import (
     several_splits_message,
 )
 from mtrl.data.cache import DiskCache, file_stamp
-from mtrl.data.row_settings import DataError, DataSource, RowError
+from mtrl.data.row_settings import DataError, DataSource, RowError, check_object
 from mtrl.data.tars import TarRows
 from mtrl.utils.files import regular_file
 
 SPLIT_NAMES = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval")
-MAX_NESTING = 100  # levels of lists and objects in a row: code that walks a row may recurse
 BLOCK = 8 << 20  # bytes read at once while lines are indexed
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 SHARD_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")  # shards as WebDataset names them
@@ -83,7 +82,7 @@ class RowList(DataSource):
         return len(self.rows)
 
     def read(self, index: int) -> dict[str, Any]:
-        return _check_object(self.rows[index])
+        return check_object(self.rows[index])
 
 
 def open_sources(spec: str, cache: DiskCache) -> list[DataSource]:
@@ -232,24 +231,4 @@ def _json_object(line: bytes) -> dict[str, Any]:
         raise RowError(f"it is not UTF-8 text ({error.reason} at byte {error.start})") from error
     except (ValueError, RecursionError) as error:
         raise RowError(f"it is not valid JSON ({error})") from error
-    return _check_object(value)
-
-
-def _check_object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise RowError(f"it is a {type(value).__name__}, not an object with columns")
-    if _is_too_deep(value):
-        raise RowError(f"it is nested more than {MAX_NESTING} levels deep")
-    return dict(value)
-
-
-def _is_too_deep(value: Any) -> bool:
-    """Check level by level: recursion would fail on such a value."""
-    level = [value]
-    for _ in range(MAX_NESTING):
-        inner = [list(each.values()) if isinstance(each, Mapping) else each for each in level]
-        nested = (item for each in inner for item in each if isinstance(item, (list, tuple, Mapping)))
-        level = list({id(item): item for item in nested}.values())  # each object once, however often it occurs
-        if not level:
-            return False
-    return True
+    return check_object(value)

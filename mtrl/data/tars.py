@@ -1,5 +1,6 @@
 """WebDataset: the members `0001.jpg`, `0001.json`, `0001.txt` of a tar are one row; the name before the first dot is
-its key. Members are indexed once and read in place; nothing is unpacked."""
+its key. Members are indexed once and read in place; nothing is unpacked. A member that cannot be read makes its row a
+bad one; the others are read."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ import numpy as np
 
 from mtrl.data.cache import DiskCache, file_stamp, pack_json, unpack_json
 from mtrl.data.media import IMAGE_ENDINGS
-from mtrl.data.row_settings import DataError, DataSource, RowError
+from mtrl.data.row_settings import DataError, DataSource, RowError, check_object, one_line
 
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
-INDEX = {"first", "start", "size", "field", "fields", "keys", "fingerprint"}
+INDEX = {"first", "start", "size", "field", "fields", "keys", "problems", "fingerprint"}
 MEMBER = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")  # key, field
 
 
@@ -35,6 +36,7 @@ class TarRows(DataSource):
         self.first, self.start, self.size, self.field = (index[name] for name in ("first", "start", "size", "field"))
         self.fields: list[str] = unpack_json(index["fields"])
         self.keys: list[str] = unpack_json(index["keys"])
+        self.problems: dict[int, str] = dict(unpack_json(index["problems"]))
         self.fingerprint: str = unpack_json(index["fingerprint"])
 
     def __len__(self) -> int:
@@ -52,9 +54,11 @@ class TarRows(DataSource):
         if images:
             row = {name: value for name, value in row.items() if name != "image" or not isinstance(value, str)}
             row["images"] = [images[field] for field in sorted(images, key=_natural_order)]
-        return row
+        return check_object(row)
 
     def _read_member(self, member: int) -> bytes:
+        if member in self.problems:
+            raise RowError(self.problems[member])
         data = os.pread(self._file, int(self.size[member]), int(self.start[member]))
         if len(data) < self.size[member]:
             raise RowError("it cannot be read (its tar ends before it)")
@@ -76,35 +80,96 @@ def _columns(field: str, data: bytes) -> dict[str, Any]:
     return {field: data}
 
 
+class _Index:
+    """The members of a tar: where each starts, its size and field, and the first member of each row."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+        self.fields: dict[str, int] = {}
+        self.numbers: dict[str, list[int]] = {"first": [], "start": [], "size": [], "field": []}
+        self.problems: dict[int, str] = {}  # why a member cannot be read
+
+    def add(self, key: str, field: str, start: int, size: int, problem: str | None = None) -> None:
+        members = len(self.numbers["start"])
+        if not self.keys or self.keys[-1] != key:
+            self.keys.append(key)
+            self.numbers["first"].append(members)
+        if problem is not None:
+            self.problems[members] = problem
+            start = size = 0  # a damaged header may state any number
+        self.numbers["start"].append(start)
+        self.numbers["size"].append(size)
+        self.numbers["field"].append(self.fields.setdefault(field, len(self.fields)))
+
+    def spoil_last_row(self, problem: str) -> None:
+        """The row before a damage may lack members, such as its image."""
+        self.problems[self.numbers["first"][-1]] = problem
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        numbers = self.numbers | {"first": [*self.numbers["first"], len(self.numbers["start"])]}
+        packed = {"fields": list(self.fields), "keys": self.keys, "problems": list(self.problems.items())}
+        arrays = {name: np.array(values, np.int64) for name, values in numbers.items()}
+        return arrays | {name: pack_json(value) for name, value in packed.items()}
+
+
 def _index(path: Path) -> dict[str, np.ndarray]:
-    """Find the start, size and field of each member, and the first member of each row."""
     with path.open("rb") as file:
         if file.read(8).startswith(COMPRESSED):
             raise DataError(f"{path} is compressed, so single rows cannot be read; unpack it to a plain .tar")
-    keys: list[str] = []
-    numbers: dict[str, list[int]] = {"first": [], "start": [], "size": [], "field": []}
-    fields: dict[str, int] = {}
+    index = _Index()
     try:
         with tarfile.open(path, "r:") as tar:
-            for member in tar:
-                tar.members = []  # type: ignore[attr-defined]  # it would keep them all in memory
-                match = MEMBER.fullmatch(member.name.removeprefix("./"))
-                if not member.isreg() or match is None:
-                    continue
-                key, field = match[1], match[2].lower()
-                if not keys or keys[-1] != key:
-                    keys.append(key)
-                    numbers["first"].append(len(numbers["start"]))
-                numbers["start"].append(member.offset_data)
-                numbers["size"].append(member.size)
-                numbers["field"].append(fields.setdefault(field, len(fields)))
-    except (tarfile.TarError, OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as a tar: {error}") from error
-    numbers["first"].append(len(numbers["start"]))
-    index = {name: np.array(values, np.int64) for name, values in numbers.items()}
-    return index | {"fields": pack_json(list(fields)), "keys": pack_json(keys)}
+            _add_members(index, tar, path.stat().st_size)
+    except Exception as error:  # tarfile raises anything on damaged headers
+        if not index.keys:
+            raise DataError(f"{path} cannot be read as a tar: {one_line(error)}") from error
+        index.spoil_last_row(f"it, and whatever follows it, cannot be read as a tar ({one_line(error)}); pack it again")
+    return index.arrays()
+
+
+def _add_members(index: _Index, tar: tarfile.TarFile, length: int) -> None:
+    """Index all members; raise an error where the rest of the tar cannot be read."""
+    last = -1
+    for member in tar:
+        tar.members = []  # type: ignore[attr-defined]  # it would keep them all in memory
+        if member.offset <= last:  # a negative size leads back, for ever
+            raise ValueError(f"the header at byte {last} states an impossible size")
+        last = member.offset
+        match = MEMBER.fullmatch(member.name.removeprefix("./"))
+        if match is not None and not member.isdir():
+            field = match[2].lower()
+            index.add(match[1], field, member.offset_data, member.size, _find_problem(member, field, length))
+    _check_end(Path(str(tar.name)), tar.offset)
+
+
+def _check_end(path: Path, offset: int) -> None:
+    """Raise an error if more than zeros follow: tarfile takes a damaged header for the end."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        while block := file.read(1 << 20):
+            if block.strip(b"\0"):
+                at = offset + len(block) - len(block.lstrip(b"\0"))
+                raise ValueError(f"its members end at byte {offset}, but there is more at byte {at}: a damaged header, "
+                                 "or tars joined by cat")  # fmt: skip
+            offset += len(block)
+
+
+def _find_problem(member: tarfile.TarInfo, field: str, length: int) -> str | None:
+    """Return why a member cannot be read in place."""
+    if member.issparse():
+        return f"its member .{field} is sparse ({member.size} bytes); pack it without --sparse"
+    if not member.isreg():
+        kind = "a link" if member.islnk() or member.issym() else "no file"
+        return f"its member .{field} is {kind}; pack it with --dereference --hard-dereference"
+    if not 0 <= member.size <= length - member.offset_data:
+        return f"its member .{field} cannot be read (its tar ends before it: {member.size} bytes)"
+    return None
 
 
 def _natural_order(field: str) -> list[tuple[int, str]]:
-    """Sort 10.png after 2.png."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", field)]
+    """Sort 10.png after 2.png. A number is compared by its digits: int() refuses some, such as very many."""
+    parts = re.split(r"([0-9]+)", field)
+    digits = [part.lstrip("0") for part in parts[1::2]]
+    order = [(-1, part) for part in parts]
+    order[1::2] = [(len(each), each) for each in digits]
+    return order
