@@ -21,7 +21,7 @@ from mtrl.data.row_settings import DataError, DataSource, RowError, check_object
 
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 INDEX = {"first", "start", "size", "field", "fields", "keys", "problems", "fingerprint"}
-MEMBER = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")  # key, field
+MEMBER = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)", re.DOTALL)  # key, field
 
 
 class TarRows(DataSource):
@@ -105,6 +105,17 @@ class _Index:
         """The row before a damage may lack members, such as its image."""
         self.problems[self.numbers["first"][-1]] = problem
 
+    def spoil_divided_rows(self) -> None:
+        """Members that are not next to each other, such as 0.txt 1.txt 0.png 1.png: each part looks like a row."""
+        parts: dict[str, list[int]] = {}
+        for row, key in enumerate(self.keys):
+            parts.setdefault(key, []).append(row)
+        first = [*self.numbers["first"], len(self.numbers["start"])]
+        for rows in parts.values():
+            if len({tuple(sorted(self.numbers["field"][first[row] : first[row + 1]])) for row in rows}) > 1:
+                problem = "its members are not next to each other; pack them sorted (tar --sort=name)"
+                self.problems |= {first[row]: problem for row in rows}
+
     def arrays(self) -> dict[str, np.ndarray]:
         numbers = self.numbers | {"first": [*self.numbers["first"], len(self.numbers["start"])]}
         packed = {"fields": list(self.fields), "keys": self.keys, "problems": list(self.problems.items())}
@@ -124,6 +135,7 @@ def _index(path: Path) -> dict[str, np.ndarray]:
         if not index.keys:
             raise DataError(f"{path} cannot be read as a tar: {one_line(error)}") from error
         index.spoil_last_row(f"it, and whatever follows it, cannot be read as a tar ({one_line(error)}); pack it again")
+    index.spoil_divided_rows()
     return index.arrays()
 
 

@@ -102,6 +102,15 @@ def test_a_damaged_member_is_one_line_and_the_rest_is_read(tmp_path, name):
         assert len(dataset) == good + 3 and all(dataset.task(i).media for i in range(len(dataset)))
 
 
+def test_a_row_divided_by_others_is_not_two_rows(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name in ("0.txt", "1.txt", "0.png", "1.png", "2.txt", "2.png"):
+            add(tar, name, PNG if name.endswith("png") else b"Which?")
+    with pytest.raises(DataError, match=r"not next to each other; pack them sorted.*and 3 more rows"):
+        opened(tmp_path / "a.tar")
+    assert len(opened(tmp_path / "a.tar", on_bad_row="skip")) == 1
+
+
 def test_tars_joined_by_cat_are_not_cut_silently(tmp_path):
     one, two = pack(tmp_path / "a.tar"), pack(tmp_path / "b.tar")
     (tmp_path / "ab.tar").write_bytes(one.read_bytes() + two.read_bytes())
@@ -109,7 +118,7 @@ def test_tars_joined_by_cat_are_not_cut_silently(tmp_path):
         opened(tmp_path / "ab.tar")
 
 
-@pytest.mark.parametrize("digits", ["²", "٣", "9" * 5000, "007"])
+@pytest.mark.parametrize("digits", ["1²2", "²", "٣", "9" * 5000, "007"])
 def test_names_with_odd_digits_are_sorted(tmp_path, digits):
     with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as tar:
         for name in ("10", digits, "2"):
