@@ -87,9 +87,7 @@ class DatasetConfig:
         None, "processes that decode media in advance; null: up to 8", "[0, inf)"
     )
     on_missing: Literal["error", "warn"] = key("error", "media that no key reads, or missing answers for a reward")
-    on_unread_media: Literal["error", "ignore"] = run_key(
-        "error", "files of images or videos in a column that no key reads; ignore: they are metadata"
-    )
+    on_unread_media: Literal["error", "ignore"] = run_key("error", "image or video files in a column that no key reads")
     format_prompt: str | None = key(None, "Jinja template applied to each question", path_kind="template")
     system_prompt: str | None = key(None, "text of the system message")
     allow_special_tokens: bool = key(False, "parse special tokens in rows as tokens, not as text")

@@ -152,7 +152,7 @@ LOGGING = (
 PLACE = ("output_dir", "project_name", "experiment_name", "find_last_checkpoint", "fresh", "load_checkpoint_path")
 
 
-BAD_DATA = ("on_bad_row", "check_images")  # the sampler notices whether the rows in use are the same
+BAD_DATA = ("on_bad_row", "check_images", "on_unread_media")  # the sampler notices whether the rows in use are the same
 
 
 def test_only_logging_length_paths_and_bad_data_may_differ():
