@@ -4,53 +4,24 @@ A conversion takes the value of a foreign key and all settings of the foreign fi
 our keys. Most keys need none: foreign_keys.py names our key, and the value stays the same.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-Flat = Mapping[str, Any]
+from mtrl.config.conversion_steps import (
+    Conversion,
+    Converted,
+    Flat,
+    Lost,
+    join_texts,
+    merge,
+    reject,
+    replace_words,
+    round_up,
+    unset_if,
+    with_remark,
+)
+from mtrl.config.foreign_keys import LIKE_ACTOR
 
-
-class Lost(Exception):
-    """The value has no counterpart here; the message says why or what to do."""
-
-
-class Converted(NamedTuple):
-    """Values of our keys, and a remark if their meaning differs."""
-
-    values: Mapping[str, Any]
-    remark: str = ""
-
-
-Conversion = Callable[[Any, Flat], Converted]
-MERGED = Converted({})  # the conversion of another key has used this one
-
-
-def _map(key: str, words: Mapping[Any, Any]) -> Conversion:
-    """Replace their words by ours; other values are kept, and our key rejects those it does not know."""
-    return lambda value, flat: Converted({key: words.get(value, value) if isinstance(value, (str, bool)) else value})
-
-
-def _unset_if(key: str, *values: Any) -> Conversion:
-    return lambda value, flat: Converted({} if value in values else {key: value})
-
-
-def _with_remark(key: str, remark: str) -> Conversion:
-    return lambda value, flat: Converted({key: value}, remark)
-
-
-def _reject(why: str) -> Conversion:
-    def convert(value: Any, flat: Flat) -> Converted:
-        raise Lost(why)
-
-    return convert
-
-
-def _merge(value: Any, flat: Flat) -> Converted:
-    return MERGED
-
-
-def _join(key: str) -> Conversion:
-    return lambda value, flat: Converted({key: ",".join(value) if isinstance(value, list) else value})
+KWARGS = "worker.rollout.engine_kwargs"
 
 
 def _loggers(value: Any, flat: Flat) -> Converted:
@@ -72,12 +43,12 @@ def _output_dir(project: str, experiment: str) -> Conversion:
     return convert
 
 
-def _warmup_steps(learner: str, batch: str, mini_batch: str, epochs: str) -> Conversion:
-    """Theirs count rollout steps, ours optimizer steps."""
+def _warmup_steps(learner: str, ratio: str, batch: str, mini_batch: str, epochs: str) -> Conversion:
+    """Theirs count rollout steps, ours optimizer steps. Without steps, verl takes the ratio, which may be 0."""
 
     def convert(value: Any, flat: Flat) -> Converted:
-        if value is None or value < 0:
-            return Converted({})
+        if value <= 0:
+            return Converted({} if flat.get(ratio) else {f"worker.{learner}.optim.warmup_steps": 0})
         updates = max(1, int(flat[batch]) // int(flat[mini_batch])) * int(flat.get(epochs) or 1)
         return Converted({f"worker.{learner}.optim.warmup_steps": value * updates})
 
@@ -118,41 +89,52 @@ def _dynamic_sampling(value: Any, flat: Flat) -> Converted:
     return Converted({"optimization.online_filtering": value} | ({"optimization.filter_by": "spread"} if value else {}))
 
 
-def _round_up(key: str) -> Conversion:
-    def convert(value: Any, flat: Flat) -> Converted:
-        whole = -int(-value // 1)
-        return Converted({key: max(1, whole)}, "" if whole == value else "rounded up to whole passes")
-
-    return convert
-
-
 _SAME_KL = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
-_CHECKPOINT = _reject("foreign checkpoints cannot be loaded; set worker.actor.model.model_path to an exported model")
+_CHECKPOINT = reject("foreign checkpoints cannot be loaded; set worker.actor.model.model_path to an exported model")
 _KL_UNIT = "the KL of a response, summed over its tokens"
 _SCHEDULES = {"constant": "constant_with_warmup"}
 
+# FSDP keeps the reference on the CPU, or it is moved there after use: either way it is not on the GPU during updates.
+_REF_OFFLOAD_KEYS = ("worker.ref.fsdp.enable_cpu_offload", "worker.ref.offload.offload_params")
+_REF_OFFLOAD: dict[str, Conversion] = dict.fromkeys(
+    _REF_OFFLOAD_KEYS,
+    lambda value, flat: Converted(
+        {"worker.ref.offload_params": any(flat.get(key) is True for key in _REF_OFFLOAD_KEYS)}
+    ),
+)
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+
 _EASYR1_BATCHES = ("data.rollout_batch_size", "worker.actor.global_batch_size", "worker.actor.ppo_epochs")
 _EASYR1: dict[str, Conversion] = {
-    "data.train_files": _join("dataset.train_files"),
-    "data.val_files": _join("dataset.val_files"),
+    "data.train_files": join_texts("dataset.train_files"),
+    "data.val_files": join_texts("dataset.val_files"),
     "data.val_batch_size": _val_batch_size,
-    "algorithm.kl_penalty": _map("optimization.divergence_penalty", _SAME_KL),
-    "algorithm.kl_target": _with_remark("optimization.divergence_target", _KL_UNIT),
-    "algorithm.kl_horizon": _with_remark("optimization.divergence_horizon", "counted in responses"),
-    "worker.actor.loss_type": _map("optimization.policy_loss", {"default": "ppo"}),
-    "worker.actor.loss_avg_mode": _map("optimization.loss_type", {"token": "dapo", "seq": "grpo"}),
+    "algorithm.kl_penalty": replace_words("optimization.divergence_penalty", _SAME_KL),
+    "algorithm.kl_target": with_remark("optimization.divergence_target", _KL_UNIT),
+    "algorithm.kl_horizon": with_remark("optimization.divergence_horizon", "counted in responses"),
+    "worker.actor.loss_type": replace_words("optimization.policy_loss", {"default": "ppo"}),
+    "worker.actor.loss_avg_mode": replace_words("optimization.loss_type", {"token": "dapo", "seq": "grpo"}),
     "worker.actor.model.lora.rank": _lora,
     "worker.actor.model.lora.target_modules": _modules,
-    "worker.actor.optim.lr_warmup_steps": _warmup_steps("actor", *_EASYR1_BATCHES),
-    "worker.critic.optim.lr_warmup_steps": _warmup_steps("critic", *_EASYR1_BATCHES),
-    "worker.actor.fsdp.enable_full_shard": _map(
+    "worker.actor.optim.lr_warmup_steps": _warmup_steps(
+        "actor", "", *_EASYR1_BATCHES
+    ),
+    "worker.critic.optim.lr_warmup_steps": _warmup_steps(
+        "critic", "", *_EASYR1_BATCHES
+    ),
+    "worker.actor.fsdp.enable_full_shard": replace_words(
         "worker.actor.fsdp.sharding_strategy", {True: "FULL_SHARD", False: "SHARD_GRAD_OP"}
     ),
     "worker.actor.fsdp.fsdp_size": _fsdp_size,
+    "worker.actor.optim.lr_scheduler_type": replace_words("worker.actor.optim.lr_scheduler_type", _SCHEDULES),
+    "worker.critic.optim.lr_scheduler_type": replace_words("worker.critic.optim.lr_scheduler_type", _SCHEDULES),
+    **_REF_OFFLOAD,
     "worker.rollout.limit_images": lambda value, flat: Converted(
         {"worker.rollout.engine_kwargs.limit_mm_per_prompt": {"image": value}} if value else {}
     ),
-    "worker.reward.reward_type": _map("worker.reward.reward_type", {"batch": "function", "sequential": "function"}),
+    "worker.reward.reward_type": replace_words(
+        "worker.reward.reward_type", {"batch": "function", "sequential": "function"}
+    ),
     "trainer.logger": _loggers,
     "trainer.max_try_make_batch": _refills,
     "trainer.save_checkpoint_path": _output_dir("trainer.project_name", "trainer.experiment_name"),
@@ -161,9 +143,12 @@ _EASYR1: dict[str, Conversion] = {
 
 
 def _clip_ratio(value: Any, flat: Flat) -> Converted:
-    """One number for both sides, unless a side has its own."""
-    sides = {f"clip_ratio_{side}": flat.get(f"actor_rollout_ref.actor.clip_ratio_{side}") for side in ("low", "high")}
-    return Converted({f"worker.actor.{name}": value for name, own in sides.items() if own is None})
+    """verl clips at clip_ratio_low and clip_ratio_high; this key is for losses that have only one number."""
+    sides = [flat.get(f"actor_rollout_ref.actor.clip_ratio_{side}") for side in ("low", "high")]
+    is_used = value in sides
+    return Converted(
+        {}, "" if is_used else "verl clips at clip_ratio_low and clip_ratio_high, which are 0.2 unless set"
+    )
 
 
 def _kl_in_reward(value: Any, flat: Flat) -> Converted:
@@ -173,13 +158,16 @@ def _kl_in_reward(value: Any, flat: Flat) -> Converted:
     return Converted({} if in_loss else {"optimization.disable_divergence": not value})
 
 
-def _custom_reward(value: Any, flat: Flat) -> Converted:
-    name = flat.get("custom_reward_function.name") or "compute_score"
-    return Converted({"worker.reward.reward_fn_path": f"{value}:{name}"} if value else {})
+def _custom_reward(section: str) -> Conversion:
+    def convert(value: Any, flat: Flat) -> Converted:
+        name = flat.get(f"{section}.name") or "compute_score"
+        return Converted({"worker.reward.reward_fn_path": f"{value}:{name}"} if value else {})
+
+    return convert
 
 
 def _reward_manager(value: Any, flat: Flat) -> Converted:
-    if flat.get("custom_reward_function.path"):
+    if flat.get("custom_reward_function.path") or flat.get("reward.custom_reward_function.path"):
         return Converted({})
     raise Lost("verl selects the function by the column data_source; name yours in worker.reward.functions")
 
@@ -190,62 +178,100 @@ def _truncation(value: Any, flat: Flat) -> Converted:
     raise Lost("prompts are never cut; longer ones are dropped by dataset.filter_overlong_prompts")
 
 
+def _reward_model(value: Any, flat: Flat) -> Converted:
+    return Converted({"worker.reward.reward_type": "model"} if value else {})
+
+
+def _engine_kwargs(value: Any, flat: Flat) -> Converted:
+    """verl has a section per engine; only that of vLLM can be used here."""
+    others = [engine for engine, settings in value.items() if engine != "vllm" and settings]
+    if others:
+        raise Lost(f"settings of {' and '.join(others)}; the engines here are vllm and local")
+    return Converted({f"{KWARGS}.{name}": item for name, item in (value.get("vllm") or {}).items()})
+
+
+def _like_actor(name: str) -> Conversion:
+    def convert(value: Any, flat: Flat) -> Converted:
+        if value != flat.get(f"actor_rollout_ref.actor.{name}", value):
+            raise Lost(f"the critic is trained with the {name} of the actor")
+        return Converted({})
+
+    return convert
+
+
+_OPTIMIZERS = {"AdamW": "adamw", "adamw": "adamw", "AdamW8bit": "adamw_8bit"}
 _VERL_ACTOR = "actor_rollout_ref.actor"
 _VERL_BATCHES = ("data.train_batch_size", f"{_VERL_ACTOR}.ppo_mini_batch_size", f"{_VERL_ACTOR}.ppo_epochs")
 _VERL: dict[str, Conversion] = {
     "data.train_files": _EASYR1["data.train_files"],
     "data.val_files": _EASYR1["data.val_files"],
     "data.val_batch_size": _val_batch_size,
-    "data.seed": _unset_if("dataset.seed", None),
+    "data.seed": unset_if("dataset.seed", None),
     "data.truncation": _truncation,
     "algorithm.kl_penalty": _EASYR1["algorithm.kl_penalty"],
     "actor_rollout_ref.actor.clip_ratio": _clip_ratio,
-    "actor_rollout_ref.actor.policy_loss.loss_mode": _map("optimization.policy_loss", {"vanilla": "ppo"}),
-    "actor_rollout_ref.actor.loss_agg_mode": _map(
+    "actor_rollout_ref.actor.policy_loss.loss_mode": replace_words("optimization.policy_loss", {"vanilla": "ppo"}),
+    "actor_rollout_ref.actor.loss_agg_mode": replace_words(
         "optimization.loss_type",
         {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"},
     ),
-    "actor_rollout_ref.actor.kl_loss_type": _map("optimization.divergence_penalty", _SAME_KL),
+    "actor_rollout_ref.actor.kl_loss_type": replace_words("optimization.divergence_penalty", _SAME_KL),
     "actor_rollout_ref.actor.tis_imp_ratio_cap": lambda value, flat: Converted(
         {"optimization.tis_clip": value if value > 0 else None}
     ),
-    "actor_rollout_ref.actor.optim.warmup_style": _map("worker.actor.optim.lr_scheduler_type", _SCHEDULES),
-    "actor_rollout_ref.actor.optim.lr_scheduler_type": _map("worker.actor.optim.lr_scheduler_type", _SCHEDULES),
-    "actor_rollout_ref.actor.optim.lr_warmup_steps": _warmup_steps("actor", *_VERL_BATCHES),
-    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": _unset_if("worker.actor.optim.warmup_ratio", None, 0),
-    "critic.optim.warmup_style": _map("worker.critic.optim.lr_scheduler_type", _SCHEDULES),
-    "critic.optim.lr_scheduler_type": _map("worker.critic.optim.lr_scheduler_type", _SCHEDULES),
-    "critic.optim.lr_warmup_steps": _warmup_steps("critic", *_VERL_BATCHES),
-    "critic.optim.lr_warmup_steps_ratio": _unset_if("worker.critic.optim.warmup_ratio", None, 0),
-    "actor_rollout_ref.actor.optim.total_training_steps": _unset_if("training.max_steps", None, -1),
-    "actor_rollout_ref.actor.ppo_micro_batch_size": _with_remark(
+    "actor_rollout_ref.actor.optim.warmup_style": replace_words("worker.actor.optim.lr_scheduler_type", _SCHEDULES),
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": replace_words(
+        "worker.actor.optim.lr_scheduler_type", _SCHEDULES
+    ),
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": _warmup_steps(
+        "actor", "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio", *_VERL_BATCHES
+    ),
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": unset_if("worker.actor.optim.warmup_ratio", None, 0),
+    "critic.optim.warmup_style": replace_words("worker.critic.optim.lr_scheduler_type", _SCHEDULES),
+    "critic.optim.lr_scheduler_type": replace_words("worker.critic.optim.lr_scheduler_type", _SCHEDULES),
+    "critic.optim.lr_warmup_steps": _warmup_steps(
+        "critic", "critic.optim.lr_warmup_steps_ratio", *_VERL_BATCHES
+    ),
+    "critic.optim.lr_warmup_steps_ratio": unset_if("worker.critic.optim.warmup_ratio", None, 0),
+    "actor_rollout_ref.actor.optim.total_training_steps": unset_if("training.max_steps", None, -1),
+    "actor_rollout_ref.actor.ppo_micro_batch_size": with_remark(
         "worker.actor.micro_batch_size_per_device_for_update", "responses on one device, not on all"
     ),
     "actor_rollout_ref.model.lora_rank": _lora,
     "actor_rollout_ref.model.target_modules": _modules,
-    "actor_rollout_ref.rollout.name": _map("worker.rollout.name", {"hf": "local"}),
-    "actor_rollout_ref.rollout.mode": _map("worker.rollout.mode", {"sync": "inprocess", "async": "inprocess"}),
+    "actor_rollout_ref.rollout.name": replace_words("worker.rollout.name", {"hf": "local"}),
+    "actor_rollout_ref.rollout.mode": replace_words("worker.rollout.mode", {"sync": "inprocess", "async": "inprocess"}),
     "actor_rollout_ref.rollout.val_kwargs.do_sample": lambda value, flat: Converted(
         {} if value else {"worker.rollout.val.temperature": 0.0}
     ),
-    "custom_reward_function.path": _custom_reward,
-    "custom_reward_function.name": _merge,
-    "reward_model.enable": lambda value, flat: Converted({"worker.reward.reward_type": "model"} if value else {}),
+    "actor_rollout_ref.rollout.engine_kwargs": _engine_kwargs,
+    "actor_rollout_ref.actor.optim.optimizer": replace_words("worker.actor.optim.name", _OPTIMIZERS),
+    "critic.optim.optimizer": replace_words("worker.critic.optim.name", _OPTIMIZERS),
+    "actor_rollout_ref.actor.fsdp_config.model_dtype": replace_words("worker.actor.fsdp.param_dtype", _DTYPES),
+    "actor_rollout_ref.actor.fsdp_config.dtype": replace_words("worker.actor.fsdp.mixed_precision_dtype", _DTYPES),
+    **{f"critic.{name}": _like_actor(name) for name in LIKE_ACTOR},
+    "custom_reward_function.path": _custom_reward("custom_reward_function"),
+    "custom_reward_function.name": merge,
+    "reward.custom_reward_function.path": _custom_reward("reward.custom_reward_function"),
+    "reward.custom_reward_function.name": merge,
+    "reward_model.enable": _reward_model,
+    "reward.reward_model.enable": _reward_model,
     "reward_model.reward_manager": _reward_manager,
-    "algorithm.norm_adv_by_std_in_grpo": _map("optimization.scale_rewards", {True: "group", False: "none"}),
+    "reward.reward_manager.name": _reward_manager,
+    "algorithm.norm_adv_by_std_in_grpo": replace_words("optimization.scale_rewards", {True: "group", False: "none"}),
     "algorithm.use_kl_in_reward": _kl_in_reward,
-    "algorithm.kl_ctrl.target_kl": _with_remark("optimization.divergence_target", _KL_UNIT),
-    "algorithm.kl_ctrl.horizon": _with_remark("optimization.divergence_horizon", "counted in responses"),
+    "algorithm.kl_ctrl.target_kl": with_remark("optimization.divergence_target", _KL_UNIT),
+    "algorithm.kl_ctrl.horizon": with_remark("optimization.divergence_horizon", "counted in responses"),
     "algorithm.filter_groups.enable": _dynamic_sampling,
-    "algorithm.filter_groups.metric": _map(
+    "algorithm.filter_groups.metric": replace_words(
         "optimization.filter_key",
-        {"acc": "accuracy", "score": "overall", "seq_reward": "overall", "seq_final_reward": "overall"},
+        {"acc": "accuracy", **dict.fromkeys(("score", "reward", "seq_reward", "seq_final_reward"), "overall")},
     ),
     "algorithm.filter_groups.max_num_gen_batches": _refills,
     "trainer.logger": _loggers,
     "trainer.default_local_dir": _output_dir("trainer.project_name", "trainer.experiment_name"),
-    "trainer.max_actor_ckpt_to_keep": _map("training.save_limit", {}),
-    "trainer.resume_mode": _map("training.find_last_checkpoint", {"auto": True, "disable": False}),
+    "trainer.max_actor_ckpt_to_keep": replace_words("training.save_limit", {}),
+    "trainer.resume_mode": replace_words("training.find_last_checkpoint", {"auto": True, "disable": False}),
     "trainer.resume_from_path": _CHECKPOINT,
 }  # fmt: skip
 
@@ -346,7 +372,7 @@ def _entropy(value: Any, flat: Flat) -> Converted:
 
 
 def _server(value: Any, flat: Flat) -> Converted:
-    if flat.get("vllm_mode", "server") == "colocate":
+    if flat.get("vllm_mode") == "colocate":
         return Converted({})
     host, port = flat.get("vllm_server_host", "0.0.0.0"), flat.get("vllm_server_port", 8000)
     return Converted({"worker.rollout.address": f"{host}:{port}"})
@@ -361,49 +387,75 @@ def _strategy(key: str) -> Conversion:
     return convert
 
 
+def _test_split(value: Any, flat: Flat) -> Converted:
+    is_used = flat.get("dataset_name") and flat.get("eval_strategy") != "no"
+    return Converted({"dataset.val_files": f"{flat['dataset_name'].partition('@')[0]}@{value}"} if is_used else {})
+
+
+def _sampling_level(value: Any, flat: Flat) -> Converted:
+    level, _, action = value.partition("_")
+    remark = "ratios above optimization.tis_clip are clipped; TRL leaves these out" if action == "mask" else ""
+    return Converted({"optimization.tis_level": level}, remark)
+
+
+def _reward_functions(value: Any, flat: Flat) -> Converted:
+    """TRL's own functions have names, others dotted paths; a script's are read as file.py:name."""
+    names = [value] if isinstance(value, str) else list(value)
+    if "get_soft_overlong_punishment" in names:
+        raise Lost("get_soft_overlong_punishment needs its arguments; see worker.reward.soft_punish_cache")
+    paths = [name if ":" in name else f"trl.rewards.{name}" if "." not in name else name for name in names]
+    return Converted(
+        {"worker.reward.functions": [path if ":" in path else ":".join(path.rsplit(".", 1)) for path in paths]}
+    )
+
+
 _ADAMW = dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw")
 _ADAMW_8BIT = dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit")
 
 _TRL: dict[str, Conversion] = {
     "per_device_train_batch_size": _batches,
-    "gradient_accumulation_steps": _merge,
-    "generation_batch_size": _merge,
-    "steps_per_generation": _merge,
+    "gradient_accumulation_steps": merge,
+    "generation_batch_size": merge,
+    "steps_per_generation": merge,
     "seed": lambda value, flat: Converted({"dataset.seed": value, "worker.rollout.seed": value}),
-    "num_train_epochs": _round_up("training.total_epochs"),
+    "num_train_epochs": round_up("training.total_epochs"),
     "max_steps": _steps("training.max_steps"),
     "save_steps": _steps("training.save_freq"),
     "eval_steps": _steps("training.val_freq"),
     "save_strategy": _strategy("training.save_freq"),
     "eval_strategy": _strategy("training.val_freq"),
     "warmup_steps": _warmup,
-    "warmup_ratio": _unset_if("worker.actor.optim.warmup_ratio", 0, None),
+    "warmup_ratio": unset_if("worker.actor.optim.warmup_ratio", 0, None),
     "lr_scheduler_type": _scheduler,
-    "max_prompt_length": _with_remark("dataset.max_prompt_length", "longer prompts are dropped, not cut"),
+    "max_prompt_length": with_remark("dataset.max_prompt_length", "longer prompts are dropped, not cut"),
     "report_to": lambda value, flat: _loggers([] if value in ("none", ["none"]) else value, flat),
-    "output_dir": _with_remark("training.output_dir", "the project and experiment names are appended to it"),
-    "resume_from_checkpoint": _reject("TRL's checkpoints cannot be loaded; start from an exported model"),
+    "output_dir": with_remark("training.output_dir", "the project and experiment names are appended to it"),
+    "resume_from_checkpoint": reject("TRL's checkpoints cannot be loaded; start from an exported model"),
     "adam_beta1": lambda value, flat: Converted({"worker.actor.optim.betas": [value, flat["adam_beta2"]]}),
-    "adam_beta2": _merge,
-    "optim": _map("worker.actor.optim.name", {**_ADAMW, **_ADAMW_8BIT}),
+    "adam_beta2": merge,
+    "optim": replace_words("worker.actor.optim.name", {**_ADAMW, **_ADAMW_8BIT}),
     "bf16": lambda value, flat: Converted({"worker.actor.fsdp.mixed_precision_dtype": "bf16"} if value else {}),
     "fp16": _fp16,
     "beta": _beta,
     "epsilon": _epsilon,
     "epsilon_high": _epsilon_high,
     "loss_type": _loss_type,
-    "scale_rewards": _map("optimization.scale_rewards", {True: "group", False: "none"}),
+    "scale_rewards": replace_words("optimization.scale_rewards", {True: "group", False: "none"}),
     "top_entropy_quantile": _entropy,
     "top_k": lambda value, flat: Converted({"worker.rollout.top_k": value or -1}),
     "use_vllm": lambda value, flat: Converted(
         {"worker.rollout.name": "vllm"} if value else {"optimization.tis_clip": None}  # TRL corrects only vLLM
     ),
-    "vllm_mode": _map("worker.rollout.mode", {"colocate": "inprocess"}),
+    "vllm_mode": replace_words("worker.rollout.mode", {"colocate": "inprocess"}),
     "vllm_server_host": _server,
     "vllm_server_port": _server,
     "vllm_importance_sampling_correction": lambda value, flat: Converted(
         {} if value else {"optimization.tis_clip": None}
     ),
+    "vllm_importance_sampling_mode": _sampling_level,
+    "dtype": replace_words("worker.actor.fsdp.param_dtype", _DTYPES),
+    "torch_dtype": replace_words("worker.actor.fsdp.param_dtype", _DTYPES),
+    "reward_funcs": _reward_functions,
     "use_peft": lambda value, flat: Converted({"worker.actor.model.peft_type": "lora"} if value else {}),
     "load_in_4bit": lambda value, flat: Converted({"worker.actor.model.peft_type": "qlora"} if value else {}),
     "lora_target_modules": _modules,
@@ -413,8 +465,8 @@ _TRL: dict[str, Conversion] = {
     "dataset_name": lambda value, flat: Converted(
         {"dataset.train_files": value if "@" in value else f"{value}@{flat.get('dataset_train_split', 'train')}"}
     ),
-    "dataset_train_split": _merge,
-    "dataset_test_split": _reject("set dataset.val_files to the validation data: hub-id@split"),
+    "dataset_train_split": merge,
+    "dataset_test_split": _test_split,
 }  # fmt: skip
 
 CONVERSIONS: dict[str, dict[str, Conversion]] = {"EasyR1": _EASYR1, "verl": _VERL, "TRL": _TRL}

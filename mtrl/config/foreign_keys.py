@@ -7,6 +7,7 @@ and what to do instead. Keys that only differ in their section (`data.seed` for 
 
 from collections.abc import Iterator
 
+from mtrl.config.program_keys import has_no_effect
 from mtrl.config.tree import known_leaves
 
 # Foreign section -> our section; longer prefixes first.
@@ -25,6 +26,11 @@ RENAMED_SECTIONS = {
 
 
 _VLLM = "enforce_eager enable_chunked_prefill max_num_batched_tokens"
+
+
+# Keys of verl's critic that are settings of both models here.
+LIKE_ACTOR = ("ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode", "grad_clip", "loss_scale_factor")
+_CRITIC = "the critic is trained with the settings of the actor"
 
 
 def _engine_kwargs(section: str, names: str) -> dict[str, str]:
@@ -102,10 +108,15 @@ _EASYR1 = {
     "worker.rollout.disable_tqdm": "none: leave it out",
     "worker.rollout.val_override_config.top_p": "none: validation only has worker.rollout.val.temperature",
     "worker.actor.model.lora.exclude_modules": "none: worker.actor.model.lora_vision_tower is for the vision tower",
+    "worker.ref.strategy": "none: leave it out",
+    "worker.ref.fsdp.fsdp_size": "none: leave it out",
+    "worker.ref.offload.offload_optimizer": "none: leave it out; the reference has no optimizer",
+    "worker.rollout.ignore_eos": "none: a response always ends at its end-of-sequence token",
     "worker.ref.fsdp.enable_full_shard": "none: leave it out",
     "worker.ref.fsdp.enable_rank0_init": "none: leave it out",
 }
 
+_REWARD = ("custom_reward_function", "reward.custom_reward_function")
 _VERL = {
     "data.train_batch_size": "dataset.rollout_batch_size; both count prompts",
     "data.gen_batch_size": "none: optimization.max_refills limits the refills",
@@ -146,11 +157,9 @@ _VERL = {
     "actor_rollout_ref.actor.optim.warmup_style": "worker.actor.optim.lr_scheduler_type",
     "actor_rollout_ref.actor.optim.total_training_steps": "training.max_steps",
     "actor_rollout_ref.ref.fsdp_config.param_offload": "worker.ref.offload_params",
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": (
-        "worker.actor.micro_batch_size_per_device_for_experience; for actor and reference"
-    ),
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": (
-        "worker.actor.micro_batch_size_per_device_for_experience; for actor and reference"
+    **dict.fromkeys(
+        [f"actor_rollout_ref.{part}.log_prob_micro_batch_size_per_gpu" for part in ("ref", "rollout")],
+        "worker.actor.micro_batch_size_per_device_for_experience; for actor and reference",
     ),
     "actor_rollout_ref.rollout.gpu_memory_utilization": "worker.rollout.gpu_memory_utilization",
     "actor_rollout_ref.rollout.mode": "worker.rollout.mode; inprocess, process or server",
@@ -160,11 +169,25 @@ _VERL = {
     "actor_rollout_ref.rollout.val_kwargs.n": "worker.rollout.val.n",
     "actor_rollout_ref.rollout.val_kwargs.temperature": "worker.rollout.val.temperature",
     "actor_rollout_ref.rollout.val_kwargs.do_sample": "worker.rollout.val.temperature; 0 is greedy",
-    "actor_rollout_ref.rollout.calculate_log_probs": "none: the sampler's log-probs are always stored",
+    "actor_rollout_ref.rollout.calculate_log_probs": "none: leave it out; the sampler's log-probs are always stored",
+    "actor_rollout_ref.rollout.engine_kwargs": "worker.rollout.engine_kwargs; those of vllm, without its name",
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay": "none: the routing of experts is not replayed",
+    "actor_rollout_ref.rollout.over_sample_rate": "none: optimization.max_refills limits additional prompts",
     "actor_rollout_ref.rollout.val_kwargs.top_p": "none: validation only has worker.rollout.val.temperature",
     "actor_rollout_ref.rollout.val_kwargs.top_k": "none: validation only has worker.rollout.val.temperature",
     "actor_rollout_ref.rollout.ignore_eos": "none: a response always ends at its end-of-sequence token",
     **_engine_kwargs("actor_rollout_ref.rollout", f"{_VLLM} max_num_seqs max_model_len dtype"),
+    "actor_rollout_ref.actor.tau_pos": "optimization.tau_positive",
+    "actor_rollout_ref.actor.tau_neg": "optimization.tau_negative",
+    "actor_rollout_ref.actor.freeze_vision_tower": "worker.actor.model.freeze_vision_tower",
+    "actor_rollout_ref.actor.fsdp_config.model_dtype": "worker.actor.fsdp.param_dtype",
+    "actor_rollout_ref.actor.fsdp_config.dtype": "worker.actor.fsdp.mixed_precision_dtype; bf16 or fp32",
+    "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": "none: set worker.actor.ulysses_size",
+    "actor_rollout_ref.actor.optim.optimizer": "worker.actor.optim.name; adamw or adamw_8bit",
+    "actor_rollout_ref.actor.optim.optimizer_impl": "none: worker.actor.optim.name has adamw and adamw_8bit",
+    "actor_rollout_ref.actor.optim.clip_grad": "none: leave it out; verl sets it from actor.grad_clip",
+    "actor_rollout_ref.actor.optim.num_cycles": "none: the cosine schedule always has half a cycle",
+    "actor_rollout_ref.model.lora.rank": "none: adapters of Megatron; set actor_rollout_ref.model.lora_rank",
     "actor_rollout_ref.actor.shuffle": "none: the prompts of a step are not shuffled",
     "custom_reward_function.reward_kwargs": "worker.reward.reward_fn_kwargs",
     "critic.model.path": "worker.critic.model.model_path",
@@ -172,11 +195,27 @@ _VERL = {
     **_warmup("critic.optim", "critic", "lr_warmup_steps_ratio"),
     "critic.optim.warmup_style": "worker.critic.optim.lr_scheduler_type",
     "critic.cliprange_value": "worker.critic.cliprange_value",
+    "critic.optim.optimizer": "worker.critic.optim.name; adamw or adamw_8bit",
+    "critic.optim.optimizer_impl": "none: worker.critic.optim.name has adamw and adamw_8bit",
+    "critic.optim.clip_grad": "none: leave it out; verl sets it from critic.grad_clip",
+    "critic.optim.num_cycles": "none: the cosine schedule always has half a cycle",
+    "critic.optim.total_training_steps": "none: leave it out; the critic is trained as long as the actor",
+    "critic.model.lora_rank": "none: the critic has no adapters",
+    **{f"critic.{name}": f"none: {_CRITIC}" for name in LIKE_ACTOR},
+    **dict.fromkeys(("data.train_max_samples", "data.val_max_samples"), "none: write a shorter file"),
+    "data.audio_key": "none: a prompt has text, images and videos",
     "reward_model.enable": "worker.reward.reward_type; model",
     "reward_model.model.path": "worker.reward.model_path",
     "reward_model.reward_manager": "worker.reward.functions",
-    "custom_reward_function.path": "worker.reward.reward_fn_path; file.py:name",
-    "custom_reward_function.name": "worker.reward.reward_fn_path; file.py:name",
+    **{
+        f"{where}.{name}": "worker.reward.reward_fn_path; file.py:name"
+        for where in _REWARD
+        for name in ("path", "name")
+    },
+    "reward.custom_reward_function.reward_kwargs": "worker.reward.reward_fn_kwargs",
+    "reward.reward_manager.name": "worker.reward.functions",
+    "reward.reward_model.enable": "worker.reward.reward_type; model",
+    "reward.reward_model.model_path": "worker.reward.model_path",
     "algorithm.norm_adv_by_std_in_grpo": "optimization.scale_rewards; group for true, none for false",
     "algorithm.use_kl_in_reward": (
         "optimization.disable_divergence; the divergence is in the reward unless use_divergence_loss is set"
@@ -187,6 +226,11 @@ _VERL = {
     "algorithm.kl_ctrl.target_kl": "optimization.divergence_target; the KL of a response, summed over its tokens",
     "algorithm.rollout_correction.rollout_is": "optimization.tis_level",
     "algorithm.rollout_correction.rollout_is_threshold": "optimization.tis_clip",
+    "algorithm.rollout_correction.rollout_rs": "none: responses are weighted (optimization.tis_clip), never rejected",
+    "algorithm.rollout_correction.bypass_mode": "none: the log-probs before the update are always computed",
+    "algorithm.rollout_correction.loss_type": "none: optimization.policy_loss is the loss",
+    "algorithm.rollout_correction.rollout_is_batch_normalize": "none: the weights are not normalized",
+    "algorithm.use_pf_ppo": "none: rollouts are not sampled again by their reward",
     "algorithm.filter_groups.enable": "optimization.online_filtering; with optimization.filter_by spread",
     "algorithm.filter_groups.metric": "optimization.filter_key",
     "algorithm.filter_groups.max_num_gen_batches": "optimization.max_refills; 0 means no refill, not no limit",
@@ -197,12 +241,21 @@ _VERL = {
     "trainer.max_actor_ckpt_to_keep": "training.save_limit",
     "trainer.resume_mode": "training.find_last_checkpoint; true for auto, false for disable",
     "trainer.resume_from_path": "training.load_checkpoint_path",
+    "trainer.v1.trainer_mode": "none: worker.rollout.off_policy_steps samples ahead of the updates",
     "trainer.rollout_data_dir": "training.rollout_log_path; rollouts.jsonl is always written",
 }
 
+_SHARDING = ("deepspeed", "fsdp", "fsdp_config", "accelerator_config", "parallelism_config")
+_ADAPTIVE = ("coef_min", "coef_max", "coef_delta", "target")
+_VESPO = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
 _TRL = {
     "model_name_or_path": "worker.actor.model.model_path",
+    "model_revision": "none: download that revision and set worker.actor.model.model_path to its folder",
+    "model_init_kwargs": "none: see the keys of worker.actor.model and worker.actor.fsdp.param_dtype",
+    **dict.fromkeys(("dtype", "torch_dtype"), "worker.actor.fsdp.param_dtype; fp32 or bf16"),
     "dataset_name": "dataset.train_files; hub id[@split]",
+    "dataset_config": "none: store the subset as a file and set dataset.train_files",
+    "dataset_streaming": "none: the data is stored on disk, not streamed",
     "dataset_train_split": "dataset.train_files; written hub-id@split",
     "dataset_test_split": "dataset.val_files; written hub-id@split",
     "train_dataset": "dataset.train_files; file or hub id[@split]",
@@ -221,6 +274,8 @@ _TRL = {
     "eval_strategy": "training.val_freq; -1 for no",
     "push_to_hub": "none: push a checkpoint yourself (mtrl export --push)",
     "save_total_limit": "training.save_limit",
+    "save_only_model": "none: a checkpoint always holds everything a run needs to resume",
+    "load_best_model_at_end": "none: training.best_metric names the checkpoint that is kept as the best",
     "eval_steps": "training.val_freq",
     "eval_on_start": "training.val_before_train",
     "resume_from_checkpoint": "training.find_last_checkpoint; or training.load_checkpoint_path for another run",
@@ -239,7 +294,7 @@ _TRL = {
         "worker.actor.global_batch_size; prompts per optimizer step, which determines the accumulation"
     ),
     "generation_batch_size": "dataset.rollout_batch_size; prompts per step, TRL counts completions",
-    "steps_per_generation": ("dataset.rollout_batch_size; this many times worker.actor.global_batch_size"),
+    "steps_per_generation": "dataset.rollout_batch_size; this many times worker.actor.global_batch_size",
     "num_iterations": "worker.actor.ppo_epochs",
     "learning_rate": "worker.actor.optim.lr",
     "weight_decay": "worker.actor.optim.weight_decay",
@@ -249,6 +304,13 @@ _TRL = {
     "warmup_steps": "worker.actor.optim.warmup_steps",
     "warmup_ratio": "worker.actor.optim.warmup_ratio",
     "lr_scheduler_type": "worker.actor.optim.lr_scheduler_type",
+    "adam_epsilon": "none: AdamW adds 1e-8",
+    "optim_args": "none: see the keys of worker.actor.optim",
+    "optim_target_modules": "none: every trained weight has the same optimizer",
+    "lr_scheduler_kwargs": "none: worker.actor.optim.min_lr_ratio is the end of the cosine",
+    "neftune_noise_alpha": "none: no noise is added to the embeddings",
+    "auto_find_batch_size": "none: set worker.actor.micro_batch_size_per_device_for_update",
+    "train_sampling_strategy": "none: dataset.shuffle is random or not",
     "max_grad_norm": "worker.actor.max_grad_norm",
     "gradient_checkpointing": "worker.actor.model.enable_gradient_checkpointing",
     "bf16": "worker.actor.fsdp.mixed_precision_dtype; bf16",
@@ -256,6 +318,15 @@ _TRL = {
     "torch_compile": "worker.actor.use_torch_compile",
     "attn_implementation": "worker.actor.model.attn_implementation",
     "trust_remote_code": "worker.actor.model.trust_remote_code",
+    **dict.fromkeys(_SHARDING, "none: leave it out; see worker.actor.fsdp.sharding_strategy"),
+    "router_aux_loss_coef": "none: experts have no auxiliary loss",
+    "disable_dropout": "none: set the dropout in the config.json of the model",
+    "cast_lm_head_to_fp32": "none: all layers compute in worker.actor.fsdp.mixed_precision_dtype",
+    "load_in_8bit": "none: worker.actor.model.peft_type has lora and qlora, which is 4 bits",
+    **dict.fromkeys(("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"), "none: qlora is nf4"),
+    **dict.fromkeys(("use_rslora", "use_dora"), "none: worker.actor.model.peft_type has lora and qlora"),
+    "lora_modules_to_save": "none: only the adapters are trained",
+    "lora_target_parameters": "none: see worker.actor.model.lora_target_modules",
     "use_peft": "worker.actor.model.peft_type; lora",
     "load_in_4bit": "worker.actor.model.peft_type; qlora",
     "lora_r": "worker.actor.model.lora_rank",
@@ -275,6 +346,12 @@ _TRL = {
         "optimization.top_p_entropy_tokens; per response, enabled by optimization.enable_entropy_filtering"
     ),
     "entropy_coef": "none: optimization.use_entropy_penalty has the opposite sign, it lowers entropy",
+    "use_adaptive_entropy": "none: the weight of optimization.use_entropy_penalty does not change",
+    **{f"entropy_{name}": "none: see use_adaptive_entropy" for name in _ADAPTIVE},
+    **dict.fromkeys(_VESPO, "none: there is no loss vespo"),
+    "off_policy_mask_threshold": "none: optimization.tis_clip limits the weight of such responses instead",
+    "use_bias_correction_kl": "none: the divergence is not multiplied by the ratio of new to old probability",
+    "max_tool_calling_iterations": "none: a response is one turn without tools",
     "sapo_temperature_pos": "optimization.tau_positive",
     "sapo_temperature_neg": "optimization.tau_negative",
     "reward_funcs": "worker.reward.functions",
@@ -288,7 +365,10 @@ _TRL = {
     "top_k": "worker.rollout.top_k; -1 for all",
     "min_p": "none: use worker.rollout.top_p or worker.rollout.top_k",
     "repetition_penalty": "none: the sampled distribution would differ from the trained one",
+    "generation_kwargs": "none: see the keys of worker.rollout",
+    "chat_template_kwargs": "none: write the template to a file and set dataset.override_chat_template",
     "use_vllm": "worker.rollout.name; vllm",
+    "vllm_structured_outputs_regex": "none: the sampled distribution would differ from the trained one",
     "vllm_mode": "worker.rollout.mode; colocate is called inprocess",
     "vllm_server_base_url": "worker.rollout.address",
     "vllm_server_host": "worker.rollout.address; host and port together",
@@ -299,6 +379,7 @@ _TRL = {
     "vllm_importance_sampling_correction": "optimization.tis_clip; null disables it",
     "vllm_importance_sampling_cap": "optimization.tis_clip",
     "vllm_importance_sampling_clip_max": "optimization.tis_clip",
+    "vllm_importance_sampling_clip_min": "none: small ratios are not clipped",
     "vllm_importance_sampling_mode": "optimization.tis_level; ratios are clipped at optimization.tis_clip, not masked",
 }
 
@@ -307,37 +388,6 @@ _COLLECT = "optimization.compute_attention_metrics; the trainer measures attenti
 _FORKS = {"rollout.collect_attentions": _COLLECT, "worker.rollout.collect_attentions": _COLLECT}
 
 TABLES = {"EasyR1 and verl": _EASYR1_AND_VERL, "EasyR1": _EASYR1, "verl": _VERL, "TRL": _TRL, "EasyR1 forks": _FORKS}
-
-# Keys that only control how the other program runs, not what is trained; those of TRL have no section.
-_PROGRAM = {
-    "actor_rollout_ref": "nccl_timeout",
-    "actor_rollout_ref.actor": "checkpoint ppo_infer_micro_batch_size_per_gpu profiler strategy",
-    "actor_rollout_ref.actor.fsdp_config": (
-        "forward_prefetch fsdp_size offload_policy reshard_after_forward wrap_policy"
-    ),
-    "actor_rollout_ref.model": "external_lib fused_kernel_options use_fused_kernels use_liger use_shm",
-    "actor_rollout_ref.ref": (
-        "fsdp_config log_prob_max_token_len_per_gpu log_prob_use_dynamic_bsz strategy ulysses_sequence_parallel_size"
-    ),
-    "actor_rollout_ref.rollout": (
-        "disable_log_stats do_sample free_cache_engine layered_summon load_format log_prob_max_token_len_per_gpu "
-        "log_prob_use_dynamic_bsz"
-    ),
-    "data": "dataloader_num_workers return_full_prompt return_raw_chat return_raw_input_ids use_shm",
-    "reward_model": "launch_reward_fn_async strategy",
-    "trainer": (
-        "balance_batch default_hdfs_dir del_local_ckpt_after_load device max_critic_ckpt_to_keep profile_steps "
-        "ray_timeline ray_wait_register_center_timeout remove_previous_ckpt_in_save use_legacy_worker_impl "
-        "validation_data_dir"
-    ),
-    "": (
-        "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor ddp_find_unused_parameters "
-        "disable_tqdm gradient_checkpointing_kwargs log_level logging_dir logging_first_step logging_steps "
-        "logging_strategy overwrite_output_dir ray_kwargs remove_unused_columns tf32 use_liger_kernel use_liger_loss "
-        "vllm_enable_sleep_mode"
-    ),
-}
-_WITHOUT_EFFECT = {f"{section}.{name}".strip(".") for section, names in _PROGRAM.items() for name in names.split()}
 
 # Foreign keys with the same name here, though perhaps in another section.
 SAME_NAMES = {
@@ -395,11 +445,6 @@ def foreign_names(key: str) -> dict[str, list[str]]:
                 for project in projects.split(" and "):
                     names[project].append(f"{name} ({remark})" if remark else name)
     return {project: keys for project, keys in names.items() if keys}
-
-
-def has_no_effect(key: str) -> bool:
-    """Whether a foreign key, or its section, only controls how the other program runs."""
-    return any(key == name or key.startswith(f"{name}.") for name in _WITHOUT_EFFECT)
 
 
 def find_counterpart(project: str, key: str) -> str | None:
