@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -31,6 +32,11 @@ from mtrl.utils.errors import RunError, StartError
 
 DATASETS = {"aokvqa": aokvqa, "arxivqa": arxivqa, "mmmu-pro": mmmu_pro}
 TITLES = {"aokvqa": "A-OKVQA", "arxivqa": "VisRAG-ArxivQA", "mmmu-pro": "MMMU-Pro", "merge": "A merged set"}
+# Options of prepare_aokvqa_for_trl.py, of forks of TRL, and ours; "" is the source itself, None is left out.
+TRL_FLAGS = {
+    "--dataset_path": "", "--out_dir": "--out", "--question_id_file": "--ids", "--subset_size": "--subset",
+    "--train_size": "--subset", "--eval_size": None, "--use_chat_template": None,
+}  # fmt: skip
 MERGED = "data/ddm"  # where the experiments read it
 
 
@@ -39,6 +45,8 @@ def run(arguments: Sequence[str]) -> int:
     if name not in (*DATASETS, "merge"):
         raise StartError(f"which dataset? mtrl prepare {' | '.join((*DATASETS, 'merge'))}")
     parser = make_parser(name)
+    if any(word.partition("=")[0] in TRL_FLAGS for word in others):
+        raise StartError(f"these are options of prepare_aokvqa_for_trl.py; write: {translate_flags(name, others)}")
     options, sources = parser.parse_paths(others)
     if name == "merge":
         sources = sources or [f"data/{each}" for each in DATASETS]
@@ -68,6 +76,21 @@ def make_parser(name: str) -> OptionParser:
     if name == "mmmu-pro":
         parser.add_argument("--options", dest="variants", type=parse_variants)
     return parser
+
+
+def translate_flags(name: str, words: Sequence[str]) -> str:
+    """Our command for one with options of prepare_aokvqa_for_trl.py."""
+    ours, pending = [], [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    while pending:
+        word = pending.pop(0)
+        if word not in TRL_FLAGS:
+            ours.append(word)
+            continue
+        value = pending.pop(0) if pending and word != "--use_chat_template" else ""
+        flag = TRL_FLAGS[word]
+        if flag is not None and value and (word, value) != ("--subset_size", "0"):  # 0 means all there
+            ours += [flag, value] if flag else [value]
+    return shlex.join(["mtrl", "prepare", name, *ours])
 
 
 def parse_share(text: str) -> float:

@@ -51,7 +51,20 @@ def find_unsupported(config: Config) -> list[str]:
         f"worker.actor.fsdp.param_rounding: {fsdp.param_rounding} is not supported with several processes; set it to "
         "none": is_ranked and fsdp.param_rounding != "none",
     }
+    if fsdp.cpu_offload and worker.actor.offload.offload_params:
+        answers = ("worker.actor.fsdp.cpu_offload", "worker.actor.offload.offload_params")
+        others = [message for message, is_on in settings.items() if is_on and not message.startswith(answers)]
+        return [_answer_offloads(is_ranked, is_vllm), *others]
     return [message for message, is_on in settings.items() if is_on]
+
+
+def _answer_offloads(is_ranked: bool, is_vllm: bool) -> str:
+    """Both keys move the weights. EasyR1's advice for little memory sets them together with offload_optimizer."""
+    both = "worker.actor.fsdp.cpu_offload and worker.actor.offload.offload_params both move the weights to CPU memory"
+    if is_ranked:
+        return f"{both}; set offload_params to false: cpu_offload moves gradients and optimizer state, too"
+    engine = "" if is_vllm else " and offload_params (unless worker.rollout.name is vllm)"
+    return f"{both}; with a single process set cpu_offload{engine} to false; offload_optimizer may stay"
 
 
 def find_missing_libraries(config: Config) -> list[str]:

@@ -30,6 +30,10 @@ Signature = Literal["mtrl", "trl", "easyr1", "easyr1_batch", "verl"]
 CallArguments = tuple[list[Any], dict[str, Any]]  # positional and keyword arguments of a call
 Report = Callable[[int, Outcome], object]
 
+TRAINER = (
+    " is never given: a reward runs in another process. It may ask for trainer_state (global_step, max_steps), "
+    "log_extra, log_metric, completion_ids, signals and every column of the data"
+)
 NOT_COLUMNS = {"prompt", "prompt_messages", "response", "response_token_ids", "signals", "trainer_state"}
 
 
@@ -74,6 +78,9 @@ class UserReward:
             signature = inspect.signature(self.function, follow_wrapped=False)
         except ValueError:
             return
+        needs = signature.parameters.get("trainer")
+        if self.signature == "trl" and needs and needs.default is needs.empty and "trainer" not in self.kwargs:
+            raise ValueError(f"its parameter trainer{TRAINER}")
         positional, named = next(self._arguments([{"response": ""}], TrlLog()))
         try:
             (signature.bind_partial if self.signature == "trl" else signature.bind)(*positional, **named, **self.kwargs)
@@ -115,6 +122,8 @@ class UserReward:
             exit_if_forked(self.process, error)
             self.out_of_memory |= isinstance(error, MemoryError)
             failure, seconds = user_traceback(error), time.perf_counter() - begin
+            if isinstance(error, KeyError) and error.args == ("trainer",):
+                failure += f"\nkwargs['trainer']{TRAINER}"
             if isinstance(error, asyncio.TimeoutError) and self.seconds and seconds >= self.seconds:
                 failure = f"took longer than {self.seconds:g} s"
             return [Outcome(failure=failure, seconds=seconds / len(samples))] * len(samples)

@@ -94,7 +94,7 @@ def differing_keys(before: Config, now: Config) -> list[str]:
 def find_start(directory: Path, steps: int | None, *, find_last: bool = True, given: str | None = None) -> Start:
     """The run's own newest checkpoint, else a `given` one, else step 0. Raises `Finished` if the run has done all its
     `steps`; None skips that check, for runs that are only read."""
-    start = _own_start(directory, find_last) or _given_start(given)
+    start = _own_start(directory, find_last) or _given_start(given, directory)
     owes_validation = start.own and bool(start.state.get("unvalidated"))  # an error came before it
     if steps is None or start.step < steps or (start.step == steps and owes_validation):
         return start
@@ -116,11 +116,21 @@ def _own_start(directory: Path, find_last: bool) -> Start | None:
     return None
 
 
-def _given_start(given: str | None) -> Start:
+def _given_start(given: str | None, directory: Path) -> Start:
     if given is None:
         return Start()
-    checkpoint = checkpoint_at(Path(given).expanduser())
+    path = Path(given).expanduser()
+    if not path.exists() and (meant := _find_meant(path, directory)):
+        raise StartError(f"training.load_checkpoint_path: there is no {path}; did you mean {meant}?")
+    checkpoint = checkpoint_at(path)
     return Start(checkpoint, saved_state(checkpoint))
+
+
+def _find_meant(path: Path, directory: Path) -> Path | None:
+    """The checkpoint of a run next to `directory` that EasyR1's `checkpoints/EXPERIMENT/global_step_N` names."""
+    name = path.name.removeprefix("global_")
+    runs = (directory.with_name(path.parent.name), *sorted(directory.parent.parent.glob(f"*/{path.parent.name}")))
+    return next((found for run in runs if (found := run / "checkpoints" / name).is_dir()), None)
 
 
 def saved_state(checkpoint: Path) -> dict[str, Any]:
@@ -163,7 +173,10 @@ def checkpoint_at(path: Path) -> Path:
             raise StartError(f"{path} is a run without a checkpoint")
         return newest
     if not path.is_dir():
-        raise StartError(f"there is no checkpoint {path}; name a step directory, a run directory or best_model")
+        raise StartError(
+            f"there is no checkpoint {path} (from {Path.cwd()}); name a run directory, or a step directory or "
+            "best_model in it: OUTPUT_DIR/PROJECT/EXPERIMENT/checkpoints/step_N"
+        )
     try:
         check_manifest(path)
     except DamagedCheckpoint as error:

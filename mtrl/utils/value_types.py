@@ -149,6 +149,8 @@ def format_key(key: str) -> str:
 
 
 def _hint(value: Any, annotation: Any) -> str:
+    if value in ("fp16", "float16", "half") and "bf16" in get_args(annotation):
+        return "; without a loss scaler small gradients vanish in fp16, set bf16, which has the range of fp32"
     if isinstance(value, str) and value in ("None", "none", "NULL", "") and type(None) in get_args(annotation):
         return "; write null"
     if is_text(annotation) and isinstance(value, (bool, int, float)):

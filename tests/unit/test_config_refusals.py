@@ -422,3 +422,9 @@ def test_commands_print_the_warnings(command, tmp_path, monkeypatch, capsys):
     assert cli.main([command, *words]) == 2
     told = capsys.readouterr()
     assert (told.out + told.err).count("bf16 with worker.actor.optim.lr = 1e-06") == 1
+
+
+@pytest.mark.parametrize("key", ["mixed_precision_dtype", "param_dtype"])
+def test_fp16_is_answered_with_bf16(key):
+    error = only_error(f"worker.actor.fsdp.{key}=fp16")
+    assert "without a loss scaler small gradients vanish in fp16, set bf16" in error

@@ -203,3 +203,11 @@ def test_a_damaged_source_is_named(tmp_path, capsys):
     assert "text.parquet cannot be read as Parquet" in refused(
         capsys, "aokvqa", tmp_path / "text.parquet", "--out", "b"
     )
+
+
+def test_options_of_the_script_for_trl_are_answered_with_ours(capsys):
+    theirs = ["--dataset_path", "org/data", "--out_dir", "my data", "--question_id_file=ids.txt", "--use_chat_template"]
+    line = refused(capsys, "aokvqa", *theirs, "--subset_size", "200", "--seed", "3")
+    assert line.endswith("write: mtrl prepare aokvqa org/data --out 'my data' --ids ids.txt --subset 200 --seed 3")
+    line = refused(capsys, "aokvqa", "--subset_size", "0", "--out_dir", "x")  # 0 is all of them there
+    assert line.endswith("write: mtrl prepare aokvqa --out x")

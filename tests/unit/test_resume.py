@@ -100,6 +100,17 @@ def test_if_all_are_damaged_it_is_an_error_and_nothing_changes(tmp_path):
     assert all(step.exists() for step in steps)
 
 
+@pytest.mark.parametrize("name", ["checkpoints/before/step_10", "checkpoints/before/global_step_10"])
+def test_a_path_as_in_easyr1_is_answered_with_the_checkpoint_that_is_meant(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    meant = fake_checkpoint(tmp_path / "outputs" / "mtrl" / "before", 10)
+    with pytest.raises(StartError) as caught:
+        find_start(tmp_path / "outputs" / "mtrl" / "now", 99, given=name)
+    assert f"there is no {name}; did you mean {meant}?" in str(caught.value)
+    with pytest.raises(StartError, match="OUTPUT_DIR/PROJECT/EXPERIMENT/checkpoints/step_N"):
+        find_start(tmp_path / "outputs" / "mtrl" / "now", 99, given="checkpoints/other/step_10")
+
+
 def test_a_given_one_that_is_damaged_or_no_checkpoint_is_an_error(tmp_path):
     damage(fake_checkpoint(tmp_path, 10))
     with pytest.raises(StartError, match="no complete checkpoint of a run"):

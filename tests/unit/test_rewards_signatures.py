@@ -370,3 +370,19 @@ def test_a_call_that_cancels_itself_fails_alone():
 
 def test_a_function_without_a_readable_signature():
     assert UserReward(max, {}).signature == "mtrl"
+
+
+def test_a_reward_that_asks_for_the_trainer_is_told_what_it_may_ask_for():
+    def by_key(completions, **kwargs):
+        return [float(kwargs["trainer"].state.global_step)] * len(completions)
+
+    def by_parameter(completions, trainer, **kwargs):
+        return [0.0] * len(completions)
+
+    outcomes = []
+    UserReward(by_key, {}).score([{"response": "a"}], lambda index, outcome: outcomes.append(outcome))
+    assert "kwargs['trainer'] is never given" in outcomes[0].failure
+    assert "trainer_state (global_step, max_steps)" in outcomes[0].failure
+    with pytest.raises(ValueError, match=r"its parameter trainer is never given.*trainer_state"):
+        UserReward(by_parameter, {})
+    UserReward(by_parameter, {"trainer": None})

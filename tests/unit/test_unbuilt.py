@@ -103,6 +103,25 @@ def test_several_are_reported_together():
 
 
 @pytest.mark.parametrize(
+    "more, answer",
+    [
+        ({}, "set cpu_offload and offload_params (unless worker.rollout.name is vllm) to false"),
+        ({"worker.rollout.name": "vllm"}, "with a single process set cpu_offload to false"),
+        ({"worker.rollout.name": "vllm", "training.n_gpus_per_node": 2}, "set offload_params to false"),
+    ],
+)
+def test_all_offloads_together_get_one_answer_that_is_supported(more, answer):
+    """As EasyR1 advises for little memory."""
+    keys = ["worker.actor.fsdp.cpu_offload", "worker.actor.offload.offload_params"]
+    offloads = dict.fromkeys([*keys, "worker.actor.offload.offload_optimizer"], True)
+    (line,) = find_unsupported(load_config(None, {**offloads, **more}))
+    assert answer in line and all(key in line for key in keys)
+    ranked, vllm = "training.n_gpus_per_node" in more, "worker.rollout.name" in more
+    followed = {keys[0]: ranked, keys[1]: vllm and not ranked}
+    assert find_unsupported(load_config(None, {**offloads, **more, **followed})) == []
+
+
+@pytest.mark.parametrize(
     "overrides",
     [
         {},
