@@ -92,6 +92,7 @@ class _Reader:
         self.assigned: dict[str, list[ast.expr]] = {}
         self.imported: dict[str, str] = {}
         self.fields: dict[str, ast.expr] = {}  # defaults of the dataclasses in the script
+        self.changed: dict[str, str] = {}  # names of lists and the method that changes them
         self.read: set[str] = set()  # given arguments that the script itself reads
         self.steps = 0
         for node in ast.walk(tree):
@@ -99,6 +100,8 @@ class _Reader:
                 self.imported |= {alias.asname or alias.name: f"{node.module}:{alias.name}" for alias in node.names}
             elif isinstance(node, ast.ClassDef):
                 self.fields |= dict(_fields(node))
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
+                self.changed[_name(node.func.value)] = node.func.attr
             for name, value in _assignments(node):
                 self.assigned.setdefault(name, []).append(value)
 
@@ -217,10 +220,8 @@ class _Reader:
         values = self.assigned.get(name, [])
         if len(values) != 1:
             raise _NotLiteral
-        changes = (part.func for part in ast.walk(self.tree) if isinstance(part, ast.Call))
-        for change in changes:
-            if isinstance(change, ast.Attribute) and change.attr in _CHANGES and _name(change.value) == name:
-                raise _NotLiteral(f"is changed later by .{change.attr}(..)")
+        if name in self.changed:
+            raise _NotLiteral(f"is changed later by .{self.changed[name]}(..)")
         return values[0]
 
     def _model(self, name: str, node: ast.expr) -> None:
