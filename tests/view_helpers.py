@@ -104,24 +104,23 @@ def fake_run(directory, steps=3, attempt=1):
 
 
 @contextmanager
-def served(*paths):
+def served(*paths, token=None):
     """The address of a server that shows these runs."""
-    import uvicorn
-
-    from mtrl.commands.view import listen
+    from mtrl.commands.view import listen, page_address
+    from mtrl.view.http_server import make_server
     from mtrl.view.run_index import open_runs
     from mtrl.view.server import make_app
 
     with listen("127.0.0.1", 0) as listening:
         port = listening.getsockname()[1]
-        app = make_app(open_runs([Path(path) for path in paths]), "127.0.0.1", port)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+        app = make_app(open_runs([Path(path) for path in paths]), "127.0.0.1", port, token)
+        server = make_server(app)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         while not server.started:
             time.sleep(0.01)
         try:
-            yield f"http://127.0.0.1:{port}/"
+            yield page_address("127.0.0.1", port, token)
         finally:
             server.should_exit = True
             thread.join(10)

@@ -4,11 +4,13 @@ mtrl view RUN_DIR [RUN_DIR ...] [--port N] [--host ADDRESS] [--no-browser]
 
 Follows a live run, opens a finished one, compares several: which tokens looked at the image, which were trained on, the
 reward of each response. Also opens TRL's completions (parquet) and verl's rollouts (JSONL). Serves only this machine
-unless --host is given. --port 0 takes any free port. Needs pip install 'mtrl[view]'.
+unless --host is given (--host 0.0.0.0: every address of it); then the printed address has a token, which every request
+needs. --port 0 takes any free port. Needs pip install 'mtrl[view]'.
 """
 
 from __future__ import annotations
 
+import secrets
 import socket
 import sys
 from collections.abc import Sequence
@@ -57,20 +59,24 @@ def listen(host: str, port: int | None) -> socket.socket:
 
 
 def serve(runs: Sequence[RunFolder], host: str, server: socket.socket, open_browser: bool) -> None:
-    import uvicorn
-
-    from mtrl.view.server import make_app
+    from mtrl.view.http_server import make_server
+    from mtrl.view.server import is_loopback, make_app
 
     port = server.getsockname()[1]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+    token = None if is_loopback(host) else secrets.token_urlsafe(16)
+    url = page_address(host, port, token)
     print(f"{', '.join(each.name for each in runs)}: {url}  (Ctrl-C ends)", flush=True)
-    if host not in ("127.0.0.1", "localhost", "::1"):
-        print("note: anyone who reaches this address can read these runs; there is no password", file=sys.stderr)
+    if token is not None:
+        note = "note: whoever has this address, with its token, can read these runs; it is sent without encryption"
+        print(note, file=sys.stderr)
     if open_browser:
         import webbrowser
 
         webbrowser.open(url)
-    settings = uvicorn.Config(
-        make_app(runs, host, port), log_level="warning", access_log=False, lifespan="off", server_header=False
-    )
-    uvicorn.Server(settings).run(sockets=[server])
+    make_server(make_app(runs, host, port, token)).run(sockets=[server])
+
+
+def page_address(host: str, port: int, token: str | None) -> str:
+    """The address to open. A server at all addresses (0.0.0.0) is named by the name of this machine."""
+    name = socket.gethostname() if host in ("", "0.0.0.0", "::") else host
+    return f"http://{f'[{name}]' if ':' in name else name}:{port}/" + (f"?token={token}" if token else "")

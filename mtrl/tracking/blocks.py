@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mtrl.tracking.jsonl import append_whole
+from mtrl.tracking.jsonl import append_whole, parse_json
 from mtrl.utils.files import regular_file
+from mtrl.utils.metric_history import is_step
 
 RECORD_DIR = "record"  # in a run's directory
 MARK = b"\x89MTRLREC"
@@ -30,6 +31,7 @@ UNSIGNED = struct.Struct("<8sQIIQII")  # the head without its own checksum
 PARTS = 16  # a part takes this fraction of the limit, so that rotation deletes no more than that at once
 MAX_PIECE_BYTES = 64 * 2**20  # a table or a response; anything larger is damaged or malicious
 CHUNK_BYTES = 2**20
+MAX_RESPONSES = 2**20  # of a step; a larger number is damage
 
 Table = dict[str, Any]
 
@@ -145,8 +147,8 @@ class Block:
     def table(self) -> Table:
         data = read_at(self.part, self.start + HEAD.size + self.body_bytes, self.table_bytes, self.table_crc)
         try:
-            table = json.loads(decompress(data))
-        except (ValueError, RecursionError) as error:
+            table = parse_json(decompress(data))
+        except ValueError as error:
             raise DamagedRecord(f"step {self.step}: its table cannot be read") from error
         if not isinstance(table, dict):
             raise DamagedRecord(f"step {self.step}: its table is not a JSON object")
@@ -162,13 +164,13 @@ class Block:
         """The image or response at a location from the table."""
         try:
             offset, size, crc = map(int, location)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise DamagedRecord("a location in a table is damaged") from error
         return read_at(self.part, self.start + offset, size, crc)
 
 
 def read_at(path: Path, offset: int, size: int, crc: int) -> bytes:
-    if not 0 <= size <= MAX_PIECE_BYTES or offset < 0:
+    if not 0 <= size <= MAX_PIECE_BYTES or not 0 <= offset < 2**63:
         raise DamagedRecord(f"{path.name}: invalid size {size} or offset {offset}")
     with regular_file(path).open("rb") as file:
         file.seek(offset)
@@ -214,7 +216,8 @@ class PartReader:
         mark, *fields, signature = HEAD.unpack(head)
         if mark != MARK or signature != zlib.crc32(head[: UNSIGNED.size]):
             return None
-        return Block(self.part, self.offset, *fields)
+        block = Block(self.part, self.offset, *fields)
+        return block if is_step(block.step) and block.count <= MAX_RESPONSES else None
 
 
 def follows(file: BinaryIO, end: int, size: int) -> bool:

@@ -10,11 +10,12 @@ import json
 import logging
 import math
 import os
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mtrl.utils.files import regular_file
 
@@ -22,6 +23,9 @@ ROTATE_AT = 64 * 2**20  # bytes of a full part: editors still open it
 KEPT_PARTS = 16  # about a GiB with the newest part, or 250 steps of 2048 responses of 512 tokens
 WAITING_BYTES = 16 * 2**20  # size limit of the rows that wait for a successful write; beyond it the oldest are dropped
 TAIL_BYTES = 64 * 2**10
+MAX_LINE_BYTES = 16 * 2**20  # a longer line is no row of ours, and would take several times its size in memory
+SKIP_BYTES = 2**20
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can escape it, but it cannot be written as UTF-8
 
 Row = dict[str, Any]
 
@@ -41,7 +45,7 @@ class JsonlWriter:
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         if not rows:
             return
-        self._waiting.append("".join(as_line(row) for row in rows).encode())
+        self._waiting.append("".join(as_line(row) for row in rows).encode("utf-8", "replace"))
         self._flush()
 
     def close(self) -> None:
@@ -108,7 +112,7 @@ def iter_rows(path: Path) -> Iterator[Row]:
     for part in (*rotated_parts(path), path):
         if part.exists():
             with regular_file(part).open("rb") as lines:
-                yield from parse_rows(lines)
+                yield from parse_rows(bounded_lines(lines))
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -133,6 +137,26 @@ def last_row(path: Path) -> Row | None:
             window *= 4
 
 
+def bounded_lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file; one longer than MAX_LINE_BYTES is left out without being held in memory."""
+    while line := file.readline(MAX_LINE_BYTES):
+        if line.endswith(b"\n") or len(line) < MAX_LINE_BYTES:
+            yield line
+        else:
+            skip_line(file)
+
+
+def skip_line(file: BinaryIO, max_bytes: int | None = None) -> bool:
+    """Move to the end of the line, or of the file, or on by about `max_bytes`; return whether the line ended."""
+    start = file.tell()
+    while piece := file.readline(SKIP_BYTES):
+        if piece.endswith(b"\n"):
+            return True
+        if max_bytes is not None and file.tell() - start > max_bytes:
+            break
+    return False
+
+
 def parse_rows(lines: Iterable[bytes]) -> Iterator[Row]:
     return (row for line in lines if (row := parse_row(line)) is not None)
 
@@ -140,10 +164,24 @@ def parse_rows(lines: Iterable[bytes]) -> Iterator[Row]:
 def parse_row(line: bytes) -> Row | None:
     """A row of a JSONL file; None if the line is not a JSON object."""
     try:
-        row = json.loads(line.decode("utf-8-sig", errors="replace"))
-    except (ValueError, RecursionError):  # no JSON, a number with too many digits, too many brackets
+        row = parse_json(line)
+    except ValueError:
         return None
     return row if isinstance(row, dict) else None
+
+
+def parse_json(data: bytes) -> Any:
+    """The value of a JSON text, with U+FFFD for lone surrogates; ValueError if it is no JSON, has a number with too
+    many digits, or is nested too deeply."""
+    try:
+        value = json.loads(data.decode("utf-8-sig", errors="replace"))
+        if b"\\ud" in data or b"\\uD" in data:
+            text = json.dumps(value, ensure_ascii=False)
+            if LONE_SURROGATE.search(text):
+                value = json.loads(LONE_SURROGATE.sub("\ufffd", text))
+        return value
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def rotated_parts(path: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mtrl.tracking.blocks import DamagedRecord, decompress
+from mtrl.tracking.jsonl import parse_json
 
 HEAD = struct.Struct("<I")  # size in bytes of the JSON that follows
 LARGEST = float(np.finfo(np.float16).max)
@@ -50,7 +51,7 @@ def unpack_response(data: bytes) -> dict[str, Any]:
     whole = decompress(data)
     try:
         (length,) = HEAD.unpack_from(whole)
-        head = json.loads(whole[HEAD.size : HEAD.size + length])
+        head = parse_json(whole[HEAD.size : HEAD.size + length])
         offset, streams = HEAD.size + length, {}
         for name, shape in head["streams"].items():
             dtype = np.dtype(DTYPES.get(name, FLOAT))
@@ -58,7 +59,7 @@ def unpack_response(data: bytes) -> dict[str, Any]:
             streams[name] = np.frombuffer(whole, dtype, count, offset).reshape(shape)
             offset += count * dtype.itemsize
         return {"text": str(head["text"]), "pieces": [str(p) for p in head["pieces"]], "streams": streams}
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, struct.error) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, struct.error) as error:
         raise DamagedRecord("a response cannot be read") from error
 
 

@@ -21,6 +21,19 @@ def regular_file(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
+def is_inside(path: Path, directory: Path) -> bool:
+    """Whether a path is really in a directory, or is that directory: a link may lead anywhere."""
+    try:
+        return path.resolve().is_relative_to(directory.resolve())
+    except (OSError, RuntimeError):  # a link to itself
+        return False
+
+
+def is_own_file(path: Path, directory: Path) -> bool:
+    """Whether a path is a regular file of a directory: not a pipe, and not a link that leads out of it."""
+    return path.is_file() and is_inside(path, directory)
+
+
 def check_regular_files(directory: str | os.PathLike[str]) -> None:
     """Raise an OSError if a directory that a library is about to read holds a pipe, a socket or a device."""
     for folder, _, names in os.walk(directory):

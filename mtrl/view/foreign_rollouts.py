@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from mtrl.tracking.blocks import DamagedRecord
-from mtrl.tracking.jsonl import parse_row, rotated_parts
+from mtrl.tracking.blocks import MAX_RESPONSES, DamagedRecord
+from mtrl.tracking.jsonl import MAX_LINE_BYTES, parse_row, rotated_parts
+from mtrl.utils.files import is_own_file, regular_file
 from mtrl.utils.metric_history import is_number, is_step
 from mtrl.view.history import LineTail
-from mtrl.view.rollout_store import SORTED_BY, Columns, Json, as_numbers
+from mtrl.view.rollout_store import SORTED_BY, Columns, Json, as_numbers, find_refused, refusals
 
 OUR_HEAD = re.compile(rb'^\{"step": (\d{1,12}), "attempt": (\d{1,9}),')  # the start of our rows: saves parsing them
 SCAN_BYTES = 32 * 2**20  # bytes of a file scanned per refresh
@@ -24,27 +26,37 @@ NOT_PARTS = {
     *("id", "response", "answer", "rewards", "failed", "tokens", "finish", "version"),
 }  # columns that are not parts of a reward
 HEAD_CHARS = 120
+STEP_DIGITS = 15  # of a step in the name of a file: a date is one, but larger numbers are not exact on the page
+MAX_DEPTH = 20  # of messages in messages
+MAX_PARQUET_BYTES = 2**30  # of a step, uncompressed: a small file may expand to any size
+TOO_DEEP = "(nested too deeply)"
 
 
 class RowRollouts:
     """Base class of stores whose steps are lists of plain rows, read on demand."""
 
     def __init__(self) -> None:
-        self._columns: dict[int, Columns] = {}
-        self._step_rows = lru_cache(STEPS_CACHED)(lambda step: to_viewer_rows(step, self.read(step)))
+        self._columns: dict[int, tuple[Hashable, Columns]] = {}  # step -> its version and its columns
+        self._rows_of_version = lru_cache(STEPS_CACHED)(lambda step, version: to_viewer_rows(step, self.read(step)))
 
-    def read(self, step: int) -> list[Json]:
+    def read(self, step: int) -> Iterable[Json]:
         raise NotImplementedError
 
-    def forget(self, step: int) -> None:
-        self._step_rows.cache_clear()
-        self._columns.pop(step, None)
+    def version(self, step: int) -> Hashable:
+        """A value that changes with the rows of the step; KeyError if there is no such step."""
+        raise NotImplementedError
 
     def columns(self, step: int) -> Columns:
-        if step not in self._columns:
-            rows = self._step_rows(step)
-            self._columns[step] = {name: as_numbers([row.get(name) for row in rows], len(rows)) for name in SORTED_BY}
-        return self._columns[step]
+        version = self.version(step)
+        known_version, columns = self._columns.get(step, (None, {}))
+        if known_version != version:
+            rows = [read_numbers(row) for row in self.read(step)]  # without the texts: a step may have many rows
+            columns = {name: as_numbers([row.get(name) for row in rows], len(rows)) for name in SORTED_BY}
+            self._columns[step] = (version, columns)
+        return columns
+
+    def _step_rows(self, step: int) -> list[Json]:
+        return self._rows_of_version(step, self.version(step))
 
     def rows(self, step: int, indices: Sequence[int]) -> list[Json]:
         rows = self._step_rows(step)
@@ -68,7 +80,7 @@ class RowRollouts:
         raise KeyError(key)
 
 
-def to_viewer_rows(step: int, rows: Sequence[Mapping[str, Any]]) -> list[Json]:
+def to_viewer_rows(step: int, rows: Iterable[Mapping[str, Any]]) -> list[Json]:
     """Rows of any of these formats with the viewer's keys, grouped by prompt."""
     groups: dict[str, int] = {}
     converted = []
@@ -77,18 +89,31 @@ def to_viewer_rows(step: int, rows: Sequence[Mapping[str, Any]]) -> list[Json]:
         name = as_text(row["id"]) if "id" in row else prompt
         group = groups.setdefault(name, len(groups))
         text = as_text(first(row, "response", "output", "completion", default=""))
-        answer, reward = first(row, "answer", "gts"), first(row, "reward", "score")
-        parts = row["rewards"] if isinstance(row.get("rewards"), dict) else find_reward_parts(row)
-        if not is_number(reward):
-            reward = sum(x for x in parts.values() if is_number(x)) if parts else None
+        answer = first(row, "answer", "gts")
         converted.append({
             "step": step, "row": index, "group": group, "id": name if "id" in row else f"prompt {group + 1}",
-            "reward": reward, "parts": parts, "advantage": number_or_none(row.get("advantage")),
-            "tokens": number_or_none(row.get("tokens")), "finish": row.get("finish"), "version": row.get("version"),
-            "failed": row.get("failed"), "head": text[:HEAD_CHARS], "text": text, "prompt": prompt,
+            **read_numbers(row), "parts": read_parts(row),
+            **{name: plain_value(row.get(name)) for name in ("finish", "version", "failed")},
+            "head": text[:HEAD_CHARS], "text": text, "prompt": prompt,
             "answer": None if answer is None else as_text(answer),
         })  # fmt: skip
     return converted
+
+
+def read_numbers(row: Mapping[str, Any]) -> dict[str, float | None]:
+    """The numbers that a row is sorted by. Its reward is the sum of its parts if it has none."""
+    reward = first(row, "reward", "score")
+    if not is_number(reward):
+        parts = read_parts(row)
+        reward = sum(x for x in parts.values() if is_number(x)) if parts else None
+    return {"reward": reward, **{name: number_or_none(row.get(name)) for name in ("advantage", "tokens")}}
+
+
+def read_parts(row: Mapping[str, Any]) -> dict[str, Any]:
+    parts = row.get("rewards")
+    if isinstance(parts, dict):
+        return {str(name): plain_value(x) for name, x in parts.items()}
+    return find_reward_parts(row)
 
 
 def find_reward_parts(row: Mapping[str, Any]) -> dict[str, float]:
@@ -104,26 +129,41 @@ def number_or_none(value: Any) -> float | None:
     return value if is_number(value) else None
 
 
-def as_text(value: Any) -> str:
+def plain_value(value: Any) -> Any:
+    """A flag, a number or a short text; None for NaN, infinity and numbers beyond all limits."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, (int, float)):
+        return number_or_none(value)
+    return as_text(value)[:HEAD_CHARS]
+
+
+def as_text(value: Any, depth: int = 0) -> str:
     """A prompt or an answer as text: of a chat the contents of its messages."""
     if isinstance(value, str):
         return value
+    if depth > MAX_DEPTH:
+        return TOO_DEEP
     if isinstance(value, list) and value and all(isinstance(each, dict) and "content" in each for each in value):
-        return "\n".join(as_text(each["content"]) for each in value)
+        return "\n".join(as_text(each["content"], depth + 1) for each in value)
     if isinstance(value, list) and value and all(isinstance(each, dict) and "type" in each for each in value):
-        return "".join(str(each.get("text") or f"<{each['type']}>") for each in value)
-    return json.dumps(value, ensure_ascii=False, default=str)
+        return "".join(as_text(each.get("text") or f"<{each['type']}>", depth + 1) for each in value)
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    except (ValueError, RecursionError):
+        return TOO_DEEP
 
 
 # --------------------------------------------------------------------------------------------------------------- JSONL
 class JsonlRollouts(RowRollouts):
     """Rows of JSONL files by their step, or by the step in the name of the file (verl: `12.jsonl`). Only the locations
-    of the rows stay in memory; files are scanned a piece at a time."""
+    of the rows stay in memory; files are scanned a piece at a time, and only files of the directory `root`."""
 
-    def __init__(self, files: Sequence[Path] = (), rotating: Path | None = None) -> None:
+    def __init__(self, root: Path, files: Sequence[Path] = (), rotating: Path | None = None) -> None:
         super().__init__()
-        self.files, self.rotating = list(files), rotating
+        self.root, self.files, self.rotating = root, list(files), rotating
         self.damaged = 0
+        self._refused: list[Path] = []
         self._tails: dict[int, LineTail] = {}  # by inode: a full part is renamed
         self._locations: dict[int, array[int]] = {}  # step -> (inode, offset, length) of each row
         self._attempts: dict[int, int] = {}
@@ -132,11 +172,15 @@ class JsonlRollouts(RowRollouts):
     def refresh(self) -> None:
         files = self.files if self.rotating is None else [*rotated_parts(self.rotating), self.rotating]
         bytes_left = SCAN_BYTES
+        self._refused = find_refused(files, self.root)
         for path in files:
-            if not path.is_file():
+            try:
+                inode = path.stat().st_ino
+            except OSError:
+                continue  # rotation renames and deletes files
+            if not is_own_file(path, self.root):
                 continue
-            inode = path.stat().st_ino
-            tail = self._tails.setdefault(inode, LineTail(path))
+            tail = self._tails.setdefault(inode, LineTail(path, self.root))
             tail.path = path
             start = tail.offset
             for offset, line in tail.read_new(bytes_left):
@@ -155,22 +199,28 @@ class JsonlRollouts(RowRollouts):
             self._locations.pop(step, None)  # the last attempt counts
         self._attempts[step] = attempt
         self._locations.setdefault(step, array("Q")).extend((inode, offset, len(line)))
-        self.forget(step)
 
     def steps(self) -> Mapping[int, int]:
-        return {step: len(self._locations[step]) // 3 for step in sorted(self._locations)}
+        return {step: len(places) // 3 for step, places in sorted(self._locations.items())}
 
-    def read(self, step: int) -> list[Json]:
-        locations, rows = iter(self._locations[step]), []
-        for inode, offset, length in zip(locations, locations, locations, strict=True):
-            with self._tails[inode].path.open("rb") as file:
-                file.seek(offset)
-                row = parse_row(file.read(length))
-            rows.append(row if row is not None else {"response": "(this row is damaged)"})
-        return rows
+    def version(self, step: int) -> Hashable:
+        return self._attempts[step], len(self._locations[step])
+
+    def read(self, step: int) -> Iterator[Json]:
+        numbers = iter(self._locations[step][:])
+        places = zip(numbers, numbers, numbers, strict=True)
+        for inode, rows in groupby(places, key=lambda place: place[0]):
+            with regular_file(self._tails[inode].path).open("rb") as file:
+                for _, offset, length in rows:
+                    file.seek(offset)
+                    row = parse_row(file.read(length))
+                    yield row if row is not None else {"response": "(this row is damaged)"}
 
     def skipped(self) -> list[str]:
         messages = [f"rollouts: {self.damaged} lines are damaged and left out"] if self.damaged else []
+        if too_long := sum(tail.too_long for tail in self._tails.values()):
+            messages.append(f"rollouts: {too_long} lines above {MAX_LINE_BYTES // 2**20} MiB are left out")
+        messages += refusals(self._refused)
         return messages + (["rollouts: the files are large and are still being read"] if self._is_scanning else [])
 
 
@@ -184,23 +234,34 @@ def parse_step(line: bytes, path: Path) -> tuple[int | None, int]:
     step = row.get("step")
     if is_step(step):
         return step, 0
-    return (int(path.stem) if path.stem.isdecimal() else 0), 0
+    return (int(path.stem[-STEP_DIGITS:]) if path.stem.isdecimal() else 0), 0
 
 
 # ------------------------------------------------------------------------------------------------------------- parquet
 class ParquetRollouts(RowRollouts):
     """TRL's `completions/completions_00012.parquet`: one file per step, or any parquet file with such columns."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, root: Path | None = None) -> None:
         super().__init__()
         self.path = path  # a file or a directory
+        self.root = path if root is None else root
         self._files: dict[int, tuple[Path, int]] = {}  # step -> file, number of rows
         self._versions: dict[Path, tuple[int, int]] = {}  # size and time of each file
         self._damaged: set[str] = set()
+        self._too_large: set[str] = set()
+        self._refused: list[Path] = []
 
     def refresh(self) -> None:
-        for path in sorted(self.path.glob("*.parquet")) if self.path.is_dir() else [self.path]:
-            version = (path.stat().st_size, path.stat().st_mtime_ns)
+        files = sorted(self.path.glob("*.parquet")) if self.path.is_dir() else [self.path]
+        self._refused = find_refused(files, self.root)
+        for path in files:
+            try:
+                status = path.stat()
+            except OSError:
+                continue  # just deleted
+            if not is_own_file(path, self.root):
+                continue
+            version = (status.st_size, status.st_mtime_ns)
             if self._versions.get(path) != version:
                 self._versions[path] = version
                 self._open(path)
@@ -210,29 +271,41 @@ class ParquetRollouts(RowRollouts):
         from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]
 
         try:
-            count = parquet.read_metadata(path).num_rows
-        except (OSError, ArrowException):
+            about = parquet.read_metadata(path)
+            size = sum(about.row_group(group).total_byte_size for group in range(about.num_row_groups))
+        except (OSError, ValueError, ArrowException):
             self._damaged.add(path.name)
             return
         self._damaged.discard(path.name)
-        number = re.search(r"(\d+)$", path.stem)
-        step = int(number[1]) if number else 0
-        self._files[step] = (path, count)
-        self.forget(step)
+        self._too_large.discard(path.name)
+        if size > MAX_PARQUET_BYTES or about.num_rows > MAX_RESPONSES:
+            self._too_large.add(path.name)
+        else:
+            number = re.search(r"\d+$", path.stem)
+            self._files[int(number[0][-STEP_DIGITS:]) if number else 0] = (path, about.num_rows)
 
     def steps(self) -> Mapping[int, int]:
-        return {step: self._files[step][1] for step in sorted(self._files)}
+        return {step: count for step, (_, count) in sorted(self._files.items())}
 
-    def read(self, step: int) -> list[Json]:
+    def version(self, step: int) -> Hashable:
+        path, _ = self._files[step]
+        return path, self._versions[path]
+
+    def read(self, step: int) -> Iterator[Json]:
         from pyarrow import ArrowException, parquet
 
         path, _ = self._files[step]
         try:
-            return parquet.read_table(path).to_pylist()
-        except (OSError, ArrowException) as error:
-            del self._files[step]
+            with parquet.ParquetFile(regular_file(path)) as file:
+                for batch in file.iter_batches():
+                    yield from batch.to_pylist()
+        except (OSError, ValueError, ArrowException) as error:  # ValueError: a text that is not UTF-8
+            self._files.pop(step, None)
             self._damaged.add(path.name)
             raise DamagedRecord(f"{path.name} cannot be read") from error
 
     def skipped(self) -> list[str]:
-        return [f"{name} is not a complete parquet file and is left out" for name in sorted(self._damaged)]
+        messages = [f"{name} is not a complete parquet file and is left out" for name in sorted(self._damaged)]
+        limit = f"{MAX_PARQUET_BYTES // 2**30} GiB or {MAX_RESPONSES:,} rows"
+        messages += [f"{name} has more than {limit} and is left out" for name in sorted(self._too_large)]
+        return messages + refusals(self._refused)

@@ -8,6 +8,8 @@ import json
 from functools import cache
 from pathlib import Path
 
+from mtrl.view.plain_json import to_json
+
 STATIC = Path(__file__).parent / "static"
 STYLE = "view.css"
 MODULES = ("main", "api", "dom", "state", "chart", "curves", "rollouts", "sample", "attention", "heat", "timing")
@@ -59,9 +61,7 @@ def served_policy() -> str:
 
 def single_page(data: object) -> str:
     """One file with scripts, styles and data, which makes no requests."""
-    embedded = json.dumps(data, ensure_ascii=True, allow_nan=False).replace(
-        "<", "\\u003c"
-    )  # no text may close the script
+    embedded = to_json(data).replace("<", "\\u003c")  # no text may close the script
     modules = {f"mtrl/{name}": "data:text/javascript;base64," + encoded(static(f"{name}.js")) for name in MODULES}
     style = static(STYLE).decode()
     policy = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"

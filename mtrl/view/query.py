@@ -79,7 +79,7 @@ def read_rows(store: RolloutStore, chosen: Sequence[tuple[int, int]]) -> list[Js
     for step, pairs in groupby(sorted(chosen), key=lambda pair: pair[0]):
         indices = [row for _, row in pairs]
         try:
-            rows |= {(step, index): row for index, row in zip(indices, store.rows(step, indices), strict=True)}
+            rows |= {(step, row["row"]): row for row in store.rows(step, indices)}
         except (DamagedRecord, KeyError, OSError):
             continue
     return [rows[pair] for pair in chosen if pair in rows]

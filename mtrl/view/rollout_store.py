@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -12,18 +13,12 @@ import numpy as np
 
 from mtrl.tracking.blocks import Block, DamagedRecord, PartReader, Table, block_parts
 from mtrl.tracking.streams import MAP_SCALE, MAPS, as_list, unpack_response
+from mtrl.utils.files import is_inside, is_own_file
+from mtrl.utils.metric_history import LARGEST
 
 SORTED_BY = ("reward", "tokens", "dependency", "entropy", "vision", "advantage")
-LISTED = (
-    *SORTED_BY,
-    "finish",
-    "version",
-    "head",
-    "kept",
-    "trained",
-    "scale",
-    "failed",
-)  # columns in the rows of a list
+LISTED = (*SORTED_BY, "finish", "version", "head", "kept", "trained", "scale", "failed")  # in the rows of a list
+IMAGE_LISTS = ("images", "perturbed")  # of a prompt: keys of images
 MAX_SIDE = 4096  # image tokens per side
 TABLES_CACHED = 48  # tables of steps in memory, the most recently used
 DIGITS = 3  # precision of the stored half floats
@@ -33,6 +28,9 @@ Columns = Mapping[str, np.ndarray]  # [responses] numbers for each name in SORTE
 
 
 class RolloutStore(Protocol):
+    """`refresh`, `steps` and `skipped` are called by one thread at a time; the others by any, also during these: what
+    they keep is checked against the present data, so that a sort of a large run delays no other request."""
+
     def refresh(self) -> None:
         """Read what was written since the last call."""
 
@@ -68,12 +66,15 @@ class RecordedRollouts:
         self._readers: dict[Path, PartReader] = {}
         self._blocks_by_part: dict[Path, list[Block]] = {}
         self._blocks: dict[int, Block] = {}
-        self._columns: dict[int, Columns] = {}
+        self._columns: dict[int, tuple[Block, Columns]] = {}
+        self._refused: list[Path] = []
         self._read_table = lru_cache(TABLES_CACHED)(lambda block: check_table(block.table(), block.count))
         self._damaged: set[int] = set()
 
     def refresh(self) -> None:
-        parts = block_parts(self.directory)
+        found = block_parts(self.directory) if is_inside(self.directory, self.directory.parent) else []
+        self._refused = find_refused(found, self.directory.parent)
+        parts = [part for part in found if is_own_file(part, self.directory.parent)]
         changed = [part for part in self._readers if part not in parts]
         for part in changed:
             del self._readers[part], self._blocks_by_part[part]
@@ -83,7 +84,7 @@ class RecordedRollouts:
             try:
                 new = list(reader.read_new())
             except OSError:
-                continue  # just deleted, or not a regular file
+                continue  # just deleted
             known += new
             changed += [part] if new else []
         if changed:
@@ -98,8 +99,6 @@ class RecordedRollouts:
                 attempt = block.attempt
                 selected = {step: other for step, other in selected.items() if step < block.step}
             selected[block.step] = block
-        for step in [step for step in self._columns if selected.get(step) != self._blocks.get(step)]:
-            del self._columns[step]
         self._blocks = dict(sorted(selected.items()))
 
     def steps(self) -> Mapping[int, int]:
@@ -113,10 +112,13 @@ class RecordedRollouts:
             raise DamagedRecord(f"step {step} is damaged") from error
 
     def columns(self, step: int) -> Columns:
-        if step not in self._columns:
-            table, count = self.table(step)["rollouts"], self._blocks[step].count
-            self._columns[step] = {name: as_numbers(table.get(name), count) for name in SORTED_BY}
-        return self._columns[step]
+        block = self._blocks[step]
+        known_block, columns = self._columns.get(step, (None, {}))
+        if known_block != block:
+            table = self.table(step)["rollouts"]
+            columns = {name: as_numbers(table.get(name), block.count) for name in SORTED_BY}
+            self._columns[step] = (block, columns)
+        return columns
 
     def rows(self, step: int, indices: Sequence[int]) -> list[Json]:
         table = self.table(step)
@@ -127,14 +129,14 @@ class RecordedRollouts:
         group = columns["prompt"][row]
         prompt = table["prompts"][group]
         parts = {name: values[row] for name, values in columns.get("parts", {}).items()}
-        images = prompt.get("images", [])
+        images = prompt.get("images")
         return {name: columns[name][row] for name in LISTED if name in columns} | {
             "step": step, "row": row, "group": group, "id": prompt.get("id"), "parts": parts,
             "image": images[0] if images else None,
         }  # fmt: skip
 
     def _read(self, step: int, row: int) -> tuple[Table, Json, list[Any] | None]:
-        """The step's table, the stored response, and the grids of its attention maps."""
+        """The step's table, the stored response, and the grids of its attention maps; KeyError without such a row."""
         table, block = self.table(step), self._blocks[step]
         if not 0 <= row < block.count:
             raise KeyError(row)
@@ -144,6 +146,13 @@ class RecordedRollouts:
 
     def response(self, step: int, row: int) -> Json:
         table, stored, grids = self._read(step, row)
+        try:
+            return self._join(step, row, table, stored, grids)
+        except (TypeError, IndexError, AttributeError) as error:  # values of a kind that we do not write
+            raise DamagedRecord(f"response {row} of step {step} is damaged") from error
+
+    def _join(self, step: int, row: int, table: Table, stored: Json, grids: list[Any] | None) -> Json:
+        """All values of a response, from its step's table and its own streams."""
         summary, columns, arrays = self._row(table, step, row), table["rollouts"], stored["streams"]
         streams = {
             name: as_list(array, DIGITS)
@@ -185,6 +194,7 @@ class RecordedRollouts:
         readers = list(self._readers.values())
         lost = sum(reader.skipped for reader in readers) + sum(reader.unfinished() for reader in readers[:-1])
         messages = [f"record: {lost:,} bytes are damaged or cut off and are left out"] if lost else []
+        messages += refusals(self._refused)
         return messages + [f"record: step {step} is damaged and left out" for step in sorted(self._damaged)]
 
 
@@ -195,8 +205,13 @@ def check_table(table: Table, count: int) -> Table:
         raise DamagedRecord("a table lacks its columns, prompts or locations")
     if not all(isinstance(prompt, dict) for prompt in prompts):
         raise DamagedRecord("a prompt in a table is not an object")
+    texts = [table.get("segments", []), *(prompt.get(name) or [] for prompt in prompts for name in IMAGE_LISTS)]
+    if not all(isinstance(each, list) and all(isinstance(text, str) for text in each) for each in texts):
+        raise DamagedRecord("images or segments of a table are not lists of names")
+    if not isinstance(columns.get("parts", {}), dict) or not isinstance(table.get("images", {}), dict):
+        raise DamagedRecord("rewards or images of a table are not named")
     lists = [values for name, values in columns.items() if name not in ("parts", "mass")]
-    lists += [table["where"], *dict(columns.get("parts", {})).values()]
+    lists += [table["where"], *columns.get("parts", {}).values()]
     if "prompt" not in columns or any(not isinstance(values, list) or len(values) != count for values in lists):
         raise DamagedRecord("a column of a table is missing or has the wrong length")
     if not all(type(group) is int and 0 <= group < len(prompts) for group in columns["prompt"]):
@@ -228,4 +243,15 @@ def as_numbers(values: Any, count: int) -> np.ndarray:
     """[count] floats, NaN for values that are not numbers."""
     if not isinstance(values, list) or len(values) != count:
         return np.full(count, np.nan)
-    return np.array([x if isinstance(x, (int, float)) else np.nan for x in values], dtype=np.float64)
+    is_known = (isinstance(x, (int, float)) and abs(x) < LARGEST for x in values)  # a larger one means infinity
+    return np.array([x if known else np.nan for x, known in zip(values, is_known, strict=True)], dtype=np.float64)
+
+
+def find_refused(files: Sequence[Path], root: Path) -> list[Path]:
+    """The files that are not read: links that lead out of the directory `root`, pipes and folders."""
+    return [file for file in files if os.path.lexists(file) and not is_own_file(file, root)]
+
+
+def refusals(files: Sequence[Path]) -> list[str]:
+    reason = "it is a link that leads out of the run's directory, or no file"
+    return [f"{file.name} is left out: {reason}" for file in files]

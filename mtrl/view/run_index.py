@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from mtrl.tracking.blocks import RECORD_DIR, DamagedRecord
-from mtrl.utils.files import short_names
-from mtrl.utils.metric_history import is_number
+from mtrl.tracking.jsonl import MAX_LINE_BYTES, parse_json
+from mtrl.utils.files import is_inside, is_own_file, short_names
+from mtrl.utils.metric_history import is_number, is_step
 from mtrl.view.foreign_rollouts import JsonlRollouts, ParquetRollouts
 from mtrl.view.history import MetricTail
-from mtrl.view.rollout_store import Json, RecordedRollouts, RolloutStore
+from mtrl.view.rollout_store import Json, RecordedRollouts, RolloutStore, find_refused, refusals
 
 METRICS, ROLLOUTS, CONFIG = "metrics.jsonl", "rollouts.jsonl", "config.yaml"
 OURS = (METRICS, ROLLOUTS, RECORD_DIR, CONFIG)
 MAX_RUNS = 12  # the newest runs of a folder
 STALE_S = 90.0  # a run that wrote nothing for so long is not live, unless its steps take longer
-CONFIG_CHARS = 200_000
+CONFIG_BYTES = 200_000
+STATE_BYTES = 128 * 2**20  # of a trainer_state.json
+AVERAGE_S = 0.5  # time per refresh for the means of responses
 
 
 class NoRun(ValueError):
@@ -27,19 +29,27 @@ class NoRun(ValueError):
 
 
 class RunFolder:
-    """A run to show. Hold `lock` while using it: its files are read on demand by one thread at a time."""
+    """A run to show. Hold `lock` for `refresh`, `summary` and the history. Responses need no lock (see RolloutStore);
+    `sorting` is for queries over many steps, which would otherwise all do the same work."""
 
     def __init__(self, name: str, path: Path, kind: str, store: RolloutStore, history: MetricTail) -> None:
         self.name, self.path, self.kind, self.store, self.history = name, path, kind, store, history
-        self.lock = threading.Lock()
+        self.lock, self.sorting = threading.Lock(), threading.Lock()
+        self._state: tuple[Path, int, int] | None = None  # the trainer_state.json that was read, its size and time
+        self._has_logged = False  # whether it has metrics
+        self._refused: list[Path] = []  # files that are links out of the run, or pipes
         self._averaged: set[int] = set()  # steps
 
     def refresh(self) -> None:
         self.history.refresh()
-        if self.kind == "mtrl" and isinstance(self.store, JsonlRollouts) and (self.path / RECORD_DIR).is_dir():
+        if self.kind == "mtrl" and isinstance(self.store, JsonlRollouts) and has_record(self.path):
             self.store = open_store(self.path, self.kind)  # the record appeared after the run was opened
         self.store.refresh()
-        if self.kind != "mtrl" and not self._read_trainer_state():
+        if self.kind == "mtrl":
+            self._refused = find_refused([self.path / name for name in (METRICS, CONFIG)], self.path)
+            if not is_inside(self.path / RECORD_DIR, self.path):
+                self._refused.append(self.path / RECORD_DIR)
+        elif not self._read_trainer_state():
             self._average()
 
     def summary(self) -> Json:
@@ -53,7 +63,9 @@ class RunFolder:
     def skipped(self) -> list[str]:
         lines = self.history.damaged
         messages = [f"{METRICS}: {lines} lines are damaged and left out"] if lines else []
-        return messages + self.store.skipped()
+        if too_long := self.history.too_long:
+            messages.append(f"{METRICS}: {too_long} lines above {MAX_LINE_BYTES // 2**20} MiB are left out")
+        return messages + refusals(self._refused) + self.store.skipped()
 
     def is_live(self) -> bool:
         """Whether the run wrote something recently, within the time of a few steps."""
@@ -64,33 +76,45 @@ class RunFolder:
 
     def config(self) -> str | None:
         file = self.path / CONFIG
-        if self.kind != "mtrl" or not file.is_file() or not is_inside(file, self.path):
+        if self.kind != "mtrl" or not is_own_file(file, self.path):
             return None
-        return file.read_text(encoding="utf-8", errors="replace")[:CONFIG_CHARS]
+        with file.open("rb") as opened:
+            return opened.read(CONFIG_BYTES).decode("utf-8", errors="replace")
 
     def _read_trainer_state(self) -> bool:
         """Read the log of a TRL run from its newest checkpoint, if there is one."""
         folder = self.path if self.path.is_dir() else self.path.parent
-        states = [*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]
+        found = [*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]
+        self._refused = find_refused(found, folder) if self.kind == "trl" else []
+        states = [(file.stat(), file) for file in found if is_own_file(file, folder)]
         if self.kind != "trl" or not states:
             return False
-        newest = max(states, key=lambda file: file.stat().st_mtime)
+        status, newest = max(states, key=lambda each: each[0].st_mtime)
+        version = (newest, status.st_size, status.st_mtime_ns)
+        if version == self._state:
+            return self._has_logged
+        self._state, self._has_logged = version, False
         try:
-            rows = json.loads(newest.read_text(encoding="utf-8"))["log_history"]
-            logged = [(row["step"], row) for row in rows if type(row.get("step")) is int]
+            with newest.open("rb") as file:
+                rows = parse_json(file.read(STATE_BYTES))["log_history"]
+            logged = [(row["step"], row) for row in rows if is_step(row.get("step"))]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
         for step, row in logged:
             for name, value in row.items():
                 if name not in ("step", "epoch") and is_number(value):
                     self.history.metrics.setdefault(str(name), {})[step] = float(value)
-        return bool(logged)
+        self._has_logged = bool(logged)
+        return self._has_logged
 
     def _average(self) -> None:
-        """Make curves of a run without metrics from the means of its responses, 200 steps at a time."""
+        """Make curves of a run without metrics from the means of its responses, some steps at a time."""
         import numpy as np
 
-        for step in [step for step in self.store.steps() if step not in self._averaged][:200]:
+        end = time.monotonic() + AVERAGE_S
+        for step in [step for step in self.store.steps() if step not in self._averaged]:
+            if time.monotonic() > end:
+                return
             self._averaged.add(step)
             try:
                 columns = self.store.columns(step)
@@ -106,9 +130,7 @@ def open_runs(paths: Sequence[Path]) -> list[RunFolder]:
     names = short_names(list(kinds))
     runs = []
     for name, (path, kind) in zip(names, kinds.items(), strict=True):
-        metrics = path / METRICS
-        is_ours = kind == "mtrl" and is_inside(metrics, path)
-        history = MetricTail(metrics if is_ours else path / "none" / METRICS)
+        history = MetricTail(path / METRICS if kind == "mtrl" else path / "none" / METRICS, path)
         runs.append(RunFolder(name, path, kind, open_store(path, kind), history))
     return runs
 
@@ -146,17 +168,15 @@ def run_kind(path: Path) -> str | None:
 
 def open_store(path: Path, kind: str) -> RolloutStore:
     if kind == "trl":
-        return ParquetRollouts(path / "completions" if (path / "completions").is_dir() else path)
+        return ParquetRollouts(path / "completions" if (path / "completions").is_dir() else path, path)
     if kind == "verl":
         files = list(path.glob("*.jsonl")) if path.is_dir() else [path]
         files.sort(key=lambda file: (int(file.stem) if file.stem.isdecimal() else 0, file.name))
-        return JsonlRollouts([file for file in files if is_inside(file, path)])
-    record, rollouts = path / RECORD_DIR, path / ROLLOUTS
-    if not is_inside(record, path) or not is_inside(rollouts, path):
-        return JsonlRollouts()  # links that lead out of the run are not read
-    return JsonlRollouts(rotating=rollouts) if rollouts.exists() and not record.is_dir() else RecordedRollouts(record)
+        return JsonlRollouts(path, files)
+    if (path / ROLLOUTS).exists() and not has_record(path):
+        return JsonlRollouts(path, rotating=path / ROLLOUTS)
+    return RecordedRollouts(path / RECORD_DIR)
 
 
-def is_inside(file: Path, directory: Path) -> bool:
-    """Whether a file is really in the run's directory: a link may lead anywhere."""
-    return file.resolve().is_relative_to(directory.resolve())
+def has_record(path: Path) -> bool:
+    return (path / RECORD_DIR).is_dir() and is_inside(path / RECORD_DIR, path)

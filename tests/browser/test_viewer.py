@@ -188,6 +188,15 @@ def test_each_image_has_its_own_map(page, tmp_path):
         expect(page.locator(".token-tip canvas.attention-map")).to_have_count(2)
 
 
+def test_the_page_of_another_machine_has_a_token(page, tmp_path):
+    with served(fake_run(tmp_path / "run"), token="secret") as address:
+        page.goto(f"{address}#rollouts")
+        expect(page.locator(".sample header h2")).to_contain_text("Step 3")
+        assert page.locator(".images img").first.evaluate("image => image.decode().then(() => image.naturalWidth)") == 4
+        page.reload()
+        expect(page.locator(".sample header h2")).to_contain_text("Step 3")
+
+
 def test_a_group(page, demo_run):
     with served(demo_run) as address:
         page.goto(f"{address}#rollouts")

@@ -2,16 +2,20 @@
 
 import json
 import re
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from view_helpers import fake_run
+from view_helpers import fake_run, served
 
 pytest.importorskip("starlette", reason="pip install 'mtrl[view]'")
 from starlette.testclient import TestClient
 
+from mtrl.commands.view import page_address
 from mtrl.view import html_page as page
 from mtrl.view.run_index import open_runs
-from mtrl.view.server import allowed_hosts, make_app
+from mtrl.view.server import allowed_hosts, is_loopback, make_app
 
 HOST = "127.0.0.1:6060"
 
@@ -141,5 +145,84 @@ def test_headers_that_keep_strangers_out(client):
 
 def test_names_of_an_address():
     assert allowed_hosts("127.0.0.1", 1) == ["127.0.0.1:1", "127.0.0.1:1", "localhost:1", "[::1]:1"]
-    assert allowed_hosts("::1", 1)[0] == "[::1]:1" and allowed_hosts("10.0.0.7", 1) == ["10.0.0.7:1"]
-    assert "localhost:1" in allowed_hosts("0.0.0.0", 1) and allowed_hosts("box.lan", 1) == ["box.lan:1"]
+    assert allowed_hosts("::1", 1)[0] == "[::1]:1" and all(map(is_loopback, ("127.0.0.1", "127.0.0.5", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.7", "box.lan", "")))
+    assert page_address("::1", 1, None) == "http://[::1]:1/"
+    assert page_address("0.0.0.0", 1, "t") == f"http://{socket.gethostname()}:1/?token=t"
+
+
+# --------------------------------------------------------------------------------------------------------------- token
+@pytest.fixture
+def shared(run):
+    """A client of a server that other machines reach."""
+    app = make_app(open_runs([run]), "0.0.0.0", 6060, "secret-token")
+    return TestClient(app, base_url="http://box.lan:6060", raise_server_exceptions=False)
+
+
+def test_other_machines_need_the_token(shared):
+    for path in ("/", "/api/runs", "/static/main.js", "/api/runs?token=", "/api/runs?token=secret", "/?token=%ff%00"):
+        answer = shared.get(path)
+        assert answer.status_code == 403 and "token" in answer.text and "secret" not in answer.text
+    for host in ("127.0.0.1:6060", "localhost:6060", "0.0.0.0:6060"):
+        assert shared.get("/api/runs", headers={"host": host}).status_code == 403, "a Host header proves nothing"
+    assert shared.get("/api/runs", headers={"cookie": "mtrl-view-6060=secret"}).status_code == 403
+
+
+def test_the_token_opens_the_page_and_its_requests(shared):
+    first = shared.get("/?token=secret-token", headers={"sec-fetch-site": "cross-site"})  # a link in a chat
+    cookie = first.headers["set-cookie"]
+    assert first.status_code == 200 and "HttpOnly" in cookie and "SameSite=Lax" in cookie
+    assert shared.get("/api/runs").status_code == 200 and shared.get("/static/main.js").status_code == 200
+    assert "set-cookie" not in shared.get("/api/runs").headers
+    assert shared.get("/api/runs", headers={"sec-fetch-site": "cross-site"}).status_code == 403
+    assert shared.get("/api/runs", headers={"origin": "http://evil.example"}).status_code == 403
+    assert shared.post("/api/runs").status_code == 403
+
+
+def test_this_machine_needs_no_token(client):
+    assert "set-cookie" not in client.get("/?token=x").headers
+
+
+# ---------------------------------------------------------------------------------------------------------------- time
+def test_a_request_that_never_ends_is_closed(run, monkeypatch):
+    from mtrl.view import http_server
+
+    monkeypatch.setattr(http_server, "REQUEST_S", 0.2)
+    with served(run) as address:
+        where = ("127.0.0.1", int(address.rstrip("/").rpartition(":")[2]))
+        head = f"GET /api/config?run=0 HTTP/1.1\r\nHost: 127.0.0.1:{where[1]}\r\n".encode()
+        for start in (b"", b"GET / HTTP/1.1\r\nHost: x", head):
+            with socket.create_connection(where, timeout=4) as slow:
+                slow.sendall(start)
+                assert slow.recv(65536) == b"", "it is closed; an open connection raises TimeoutError"
+        with socket.create_connection(where, timeout=4) as slow:
+            slow.sendall(head + b"\r\n")
+            assert b"200 OK" in slow.recv(65536)
+            slow.sendall(head)  # a second request
+            while slow.recv(65536):
+                pass
+
+
+def test_a_long_sort_delays_no_other_request(run):
+    (opened,) = open_runs([run])
+    opened.refresh()
+    begun, finish = threading.Event(), threading.Event()
+    columns = opened.store.columns
+
+    def slow_columns(step):
+        begun.set()
+        assert finish.wait(30)
+        return columns(step)
+
+    opened.store.columns = slow_columns
+    client = TestClient(make_app([opened], "127.0.0.1", 6060), base_url=f"http://{HOST}")
+    with ThreadPoolExecutor() as pool:
+        try:
+            sort = pool.submit(client.get, "/api/rollouts?run=0&sort=reward")
+            assert begun.wait(10)
+            for path in ("runs", "response?run=0&step=1&row=0", "config?run=0", "series?run=0&names=reward/overall"):
+                assert pool.submit(client.get, f"/api/{path}").result(timeout=10).status_code == 200
+            assert not sort.done()
+        finally:
+            finish.set()
+        assert sort.result(timeout=10).json()["total"] == 9
