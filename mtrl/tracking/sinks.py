@@ -8,6 +8,7 @@ offline.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import sys
@@ -17,10 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mtrl.report.markdown_text import shorten
 from mtrl.tracking.feed import LoggedSample, RunInfo, Sink
 from mtrl.tracking.table import Values
 
 IDS = "loggers.json"
+WANDB_INIT_S = 15  # time for wandb's server to respond, unless WANDB_INIT_TIMEOUT is set; its own default is 90
+
+logger = logging.getLogger(__name__)
 
 
 def get_run_id(directory: Path, name: str, make: Callable[[], str] = lambda: uuid.uuid4().hex[:12]) -> str:
@@ -86,24 +91,37 @@ class LibrarySink:
 
 
 class WandbSink(LibrarySink):
-    """A run of Weights & Biases. Without a key or WANDB_MODE it is offline; `wandb sync` uploads it."""
+    """A run of Weights & Biases. Without a key or WANDB_MODE, and if its server does not respond, it is offline;
+    `wandb sync` uploads it."""
 
     def __init__(self, run: RunInfo) -> None:
         import wandb
 
         has_key = os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY") or has_netrc_key()
         self.wandb = wandb
-        self.run = wandb.init(
+        try:
+            self.run = self._start(run, None if has_key else "offline")
+        except wandb.errors.CommError as error:
+            message = "wandb cannot be reached (%s); the run is logged offline: wandb sync %s/wandb/offline-run-*"
+            logger.warning(message, " ".join(shorten(str(error), 200).split()), run.directory)
+            wandb.teardown()  # its service process still holds the run's id
+            self.run = self._start(run, "offline")
+        self.run.define_metric("*", step_metric="step")  # a resumed run repeats steps, and wandb's own only grow
+
+    def _start(self, run: RunInfo, mode: str | None) -> Any:
+        settings: dict[str, Any] = {"console": "off"}  # leave stdout and stderr alone
+        if "WANDB_INIT_TIMEOUT" not in os.environ:
+            settings["init_timeout"] = WANDB_INIT_S
+        return self.wandb.init(
             project=run.project,
             name=run.name,
             id=get_run_id(run.directory, "wandb"),
             resume="allow",
             dir=str(run.directory),
             config=dict(run.config),
-            mode=None if has_key else "offline",
-            settings=wandb.Settings(console="off"),  # leave stdout and stderr alone
+            mode=mode,
+            settings=self.wandb.Settings(**settings),
         )
-        self.run.define_metric("*", step_metric="step")  # a resumed run repeats steps, and wandb's own only grow
 
     def metrics(self, step: int, values: Values) -> None:
         self.run.log({**values, "step": step})

@@ -44,6 +44,12 @@ class SanitizedStream:
             self.wrapped.write(text[:start] + sanitize(text[start:]))
         return len(text)
 
+    def isatty(self) -> bool:
+        """Whether it is a terminal, for tqdm and for us. Others (wandb, rich) hear that it is none: their colours and
+        moves of the cursor would be escaped and shown."""
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return caller.startswith(("tqdm.", "mtrl.")) and self.wrapped.isatty()
+
     def flush(self) -> None:
         with self._name_errors():
             self.wrapped.flush()

@@ -156,6 +156,32 @@ def test_wandb_offline_written_and_read_back(tmp_path, monkeypatch):
     assert len(list(files[0].parent.rglob("*.png"))) == 2, "two pictures, one of them shown twice"
 
 
+def test_wandb_without_its_server_is_offline_after_a_short_wait(tmp_path, monkeypatch, caplog):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_INIT_TIMEOUT", raising=False)
+    for name, value in (("API_KEY", "a" * 40), ("BASE_URL", "http://127.0.0.1:9"), ("SILENT", "true")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    init, timeouts = wandb.init, []
+
+    def init_quickly(**options):
+        timeouts.append(options["settings"].init_timeout)
+        options["settings"].init_timeout = 1
+        return init(**options)
+
+    monkeypatch.setattr(wandb, "init", init_quickly)
+    feed = LoggerFeed("wandb", lambda: SINKS["wandb"](about(tmp_path, 1)))
+    feed.metrics(1, {"reward/overall": 0.25})
+    feed.close()
+    (line,) = [record.message for record in caplog.records if record.name.startswith("mtrl.")]
+    assert timeouts == [15, 15] and line.startswith("wandb cannot be reached")
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert (
+        b"reward/overall" in file.read_bytes()
+        and json.loads((tmp_path / "loggers.json").read_text())["wandb"] in file.name
+    )
+
+
 def test_mlflow_written_and_read_back(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

@@ -8,6 +8,7 @@ import sys
 import pytest
 from tqdm import tqdm
 
+from mtrl.tracking.colour import wants_colour
 from mtrl.utils.terminal import SanitizedStream, sanitize, separate_log, unwrap_stream
 
 
@@ -34,6 +35,20 @@ def test_a_bar_may_return_to_its_beginning(stream):
         bar.update(1)
     assert "\rrows\\x1b[2J:" in behind.getvalue() and "\x1b[2J" not in behind.getvalue()
     assert "\x1b[A" in behind.getvalue(), "one bar below another"
+
+
+def test_libraries_write_no_colours_that_would_be_escaped(monkeypatch):
+    """wandb and click ask whether it is a terminal; tqdm may draw its bar on one."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setattr("wandb.errors.term._silent", False)  # other tests silence it
+    behind = Terminal()
+    monkeypatch.setattr(sys, "stderr", SanitizedStream(behind))
+    wandb.termlog("one")
+    wandb.termwarn("two")
+    assert behind.getvalue() == "wandb: one\nwandb: WARNING two\n"
+    with tqdm(total=1, file=sys.stderr, disable=None) as bar:
+        bar.update(1)
+    assert "100%" in behind.getvalue() and wants_colour(sys.stderr)
 
 
 def test_readable_text_stays():
