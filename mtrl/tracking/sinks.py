@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mtrl.report.markdown_text import shorten
 from mtrl.tracking.feed import LoggedSample, RunInfo, Sink
@@ -108,7 +108,7 @@ class WandbSink(LibrarySink):
             self.run = self._start(run, "offline")
         self.run.define_metric("*", step_metric="step")  # a resumed run repeats steps, and wandb's own only grow
 
-    def _start(self, run: RunInfo, mode: str | None) -> Any:
+    def _start(self, run: RunInfo, mode: Literal["offline"] | None) -> Any:
         settings: dict[str, Any] = {"console": "off"}  # leave stdout and stderr alone
         if "WANDB_INIT_TIMEOUT" not in os.environ:
             settings["init_timeout"] = WANDB_INIT_S

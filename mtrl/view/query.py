@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 
@@ -42,9 +43,26 @@ def select(store: RolloutStore, query: Query) -> Json:
         order = np.concatenate([order[known][by_key], order[~known]])  # responses without this number come last
     elif query.descending:
         order = np.lexsort((rows, -steps))
+    if query.sort == "step":
+        for step in np.unique(steps[order[query.page * query.size : (query.page + 1) * query.size]]):
+            (places,) = (steps[order] == step).nonzero()
+            has_signal = rows_with_signal(store, int(step))
+            order[places] = sorted(order[places], key=lambda i: int(rows[i]) not in has_signal)
     page = order[query.page * query.size : (query.page + 1) * query.size]
     chosen = [(int(steps[i]), int(rows[i])) for i in page]
     return {"total": len(order), "page": query.page, "size": query.size, "rows": read_rows(store, chosen)}
+
+
+def rows_with_signal(store: RolloutStore, step: int) -> set[int]:
+    """The rows of groups whose rewards differ: the others teach nothing, so a step shows them last."""
+    try:
+        rows = store.rows(step, range(store.steps()[step]))
+    except (DamagedRecord, KeyError, OSError):
+        return set()
+    rewards: dict[Any, set[Any]] = {}
+    for row in rows:
+        rewards.setdefault(row["group"], set()).add(row.get("reward"))
+    return {row["row"] for row in rows if len(rewards[row["group"]]) > 1}
 
 
 def find_matches(store: RolloutStore, query: Query) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

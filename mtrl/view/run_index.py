@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from mtrl.tracking.blocks import RECORD_DIR, DamagedRecord
@@ -16,6 +20,7 @@ from mtrl.view.history import MetricTail
 from mtrl.view.rollout_store import Json, RecordedRollouts, RolloutStore, find_refused, refusals
 
 METRICS, ROLLOUTS, CONFIG = "metrics.jsonl", "rollouts.jsonl", "config.yaml"
+LOCK, LOCK_OWNER = "run.lock", re.compile(r"process ([1-9]\d{0,8}) on (\S+)")  # checkpoint/run_directory.py writes it
 OURS = (METRICS, ROLLOUTS, RECORD_DIR, CONFIG)
 MAX_RUNS = 12  # the newest runs of a folder
 STALE_S = 90.0  # a run that wrote nothing for so long is not live, unless its steps take longer
@@ -68,11 +73,16 @@ class RunFolder:
         return messages + refusals(self._refused) + self.store.skipped()
 
     def is_live(self) -> bool:
-        """Whether the run wrote something recently, within the time of a few steps."""
+        """Whether the run wrote something recently, within the time of a few steps, and its process has not ended."""
         files = [self.path / METRICS, *(self.path / RECORD_DIR).glob("part-*.bin")] if self.kind == "mtrl" else []
-        times = [file.stat().st_mtime for file in files if file.is_file()]
+        times = []
+        for file in files:
+            with suppress(OSError):  # rotation deletes parts
+                times.append(file.stat().st_mtime)
+        if not times or has_ended(self.path):
+            return False
         seconds = list(self.history.metrics.get("perf/seconds_step", {}).values())[-1:]
-        return bool(times) and time.time() - max(times) < max([STALE_S, *(3 * s for s in seconds)])
+        return time.time() - max(times) < max([STALE_S, *(3 * s for s in seconds)])
 
     def config(self) -> str | None:
         file = self.path / CONFIG
@@ -123,6 +133,25 @@ class RunFolder:
             for name, values in columns.items():
                 if np.isfinite(values).any():
                     self.history.metrics.setdefault(f"{name}/mean", {})[step] = float(np.nanmean(values))
+
+
+def has_ended(path: Path) -> bool:
+    """Whether the process of a run on this machine is gone. Its lock is only read: a run that starts just then must
+    not find it taken."""
+    file = path / LOCK
+    if not is_own_file(file, path):
+        return False
+    with file.open("rb") as opened:
+        owner = LOCK_OWNER.match(opened.read(500).decode("utf-8", errors="replace"))
+    if owner is None or owner[2] != socket.gethostname():
+        return False
+    try:
+        os.kill(int(owner[1]), 0)  # sends nothing
+    except ProcessLookupError:
+        return True
+    except OSError:  # a process of another user
+        return False
+    return False
 
 
 def open_runs(paths: Sequence[Path]) -> list[RunFolder]:

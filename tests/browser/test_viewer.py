@@ -285,6 +285,30 @@ def test_two_runs_compared(page, tmp_path):
         assert [name.strip() for name in page.locator(".side-by-side h2").all_inner_texts()] == ["one", "two"]
 
 
+def test_a_narrow_window_and_long_names(chromium, tmp_path, demo_run):
+    """Nothing is wider than its place at 800 pixels, and the names of runs stay different where they are cut."""
+    context = chromium.new_context(viewport={"width": 800, "height": 700})
+    page = context.new_page()
+    names = [f"qwen2_5_vl_3b_geometry_credit_seed_{k}_of_many" for k in range(3)]
+    runs = [fake_run(tmp_path / name) for name in names]
+    overflowing = """[...document.querySelectorAll("header, header *, .sample, .heat-bar, .side, .filters, main")]
+        .filter(node => node.getBoundingClientRect().right > innerWidth + 1 || (node.scrollWidth > node.clientWidth + 1
+                && node.clientWidth && getComputedStyle(node).textOverflow !== "ellipsis" && !node.closest("h2")))
+        .map(node => node.className || node.tagName)"""
+    with served(demo_run, *runs) as address:
+        for tab in ("curves", "rollouts", "rollouts?view=group", "run"):
+            page.goto(f"{address}#{tab}")
+            page.wait_for_selector(".chart, .sample header")
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), tab
+            assert page.evaluate(overflowing) == [], tab
+        shown = page.evaluate("""[...document.querySelectorAll(".run span")].map(span => {
+            const all = span.textContent, part = span.clientWidth / span.scrollWidth;
+            return all.slice(0, Math.floor(all.length * part) - (part < 1 ? 1 : 0));
+        })""")
+        assert len(set(shown)) == 4, shown
+    context.close()
+
+
 HARM = "<script>alert('x')</script><img src=x onerror=alert(1)>\x1b[31mred\x1b[0m \u202egnp.exe"
 
 

@@ -1,15 +1,20 @@
 """What the viewer reads: runs of ours while they grow and after damage, of TRL and verl; sorting, filtering."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from view_helpers import fake_run, make_step, metrics_row, opened, recorded, replace_text
 
+from mtrl.checkpoint.run_directory import RunDirectory
 from mtrl.commands import view
 from mtrl.utils.errors import StartError
 from mtrl.view.history import MetricTail
@@ -107,6 +112,18 @@ def test_pages(tmp_path):
             Query(**wrong)
 
 
+def test_groups_without_signal_come_last(tmp_path):
+    """The rewards of the first group are equal, so nothing is learned from it."""
+    rewards = make_step().rewards
+    same_first = replace(rewards, total=torch.tensor([1.0, 1.0, 0.0, 1.0]), parts={}, failed=torch.zeros(4).bool())
+    step = make_step(lengths=(1, 1, 1, 1), group=(0, 0, 1, 1), rewards=same_first)
+    store = recorded(tmp_path, step, step)
+    places = [(row["step"], row["row"]) for row in select(store, Query())["rows"]]
+    assert places == [(s, row) for s in (1, 2) for row in (2, 3, 0, 1)]
+    second = select(store, Query(page=1, size=3, descending=True))["rows"]
+    assert [(row["step"], row["row"]) for row in second] == [(2, 1), (1, 2), (1, 3)]
+
+
 def test_ten_thousand_responses_by_their_numbers(tmp_path):
     """A range of 10,000 responses: the sort column is read once, and a page opens only the steps it shows."""
     store = recorded(tmp_path, make_step())
@@ -161,6 +178,24 @@ def test_rollouts_of_verl(tmp_path):
     one = run.store.response(10, 1)
     assert (one["text"], one["prompt"]["text"], one["prompt"]["answer"], one["reward"]) == ("a1", "q", "7", 1.0)
     assert one["parts"] == {"acc": 1} and run.history.series(["reward/mean"])["reward/mean"] == [[2, 10], [0.5, 0.5]]
+
+
+def test_a_run_whose_process_has_ended_is_not_live(tmp_path):
+    path = fake_run(tmp_path / "run")
+    (run,) = refreshed(path)
+    assert run.is_live(), "nothing is known of its process"
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    here = socket.gethostname()
+    for owner, is_live in ((f"{os.getpid()} on {here}", True), (f"{ended.pid} on {here}", False),
+                           (f"{ended.pid} on elsewhere", True), (f"1 on {here}", True), ("x", True)):  # fmt: skip
+        (path / "run.lock").write_text(f"process {owner}\n")
+        assert run.is_live() == is_live, owner
+    with RunDirectory(path):
+        assert run.is_live(), "the lock of a real run"
+    os.utime(path / "metrics.jsonl", (1, 1))
+    os.utime(path / "record/part-00001.bin", (1, 1))
+    assert not run.is_live(), "it wrote nothing for long"
 
 
 def test_a_folder_of_runs_and_no_run(tmp_path):

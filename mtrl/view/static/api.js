@@ -69,7 +69,11 @@ function select(all, query) {
     rows = rows.filter((row) => between(row[name], query[`min_${name}`], query[`max_${name}`]));
   const sign = query.order === "desc" ? -1 : 1;
   const key = (row) => row[query.sort];
+  const rewards = new Map(); // of each group
+  for (const row of all) rewards.set(`${row.step} ${row.group}`, (rewards.get(`${row.step} ${row.group}`) ?? new Set()).add(row.reward));
+  const teachesNothing = (row) => rewards.get(`${row.step} ${row.group}`).size < 2;
   rows.sort((a, b) => {
+    if (query.sort === "step") return sign * (a.step - b.step) || teachesNothing(a) - teachesNothing(b) || a.row - b.row;
     const lacking = (key(a) == null) - (key(b) == null);
     return lacking || sign * ((key(a) ?? 0) - (key(b) ?? 0)) || a.step - b.step || a.row - b.row;
   });

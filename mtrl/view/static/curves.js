@@ -2,7 +2,7 @@
 
 import * as api from "mtrl/api";
 import { Chart } from "mtrl/chart";
-import { debounced, fill, h, plural } from "mtrl/dom";
+import { debounced, fill, h, plural, shortNames } from "mtrl/dom";
 import { hidden, live, runColour, set, state } from "mtrl/state";
 
 const USUAL = ["reward/overall", "reward/success_rate", "val/avg@", "val/reward_score", "response_length/mean", "actor/entropy", "reward/mean", "tokens/mean", "reward", "completions/mean_length", "entropy"];
@@ -96,9 +96,10 @@ export class Curves {
   }
 
   draw(only = null) {
+    const names = shortNames(live.runs.map((run) => run.name));
     for (const chart of this.charts.values()) {
       if (only && !only.has(chart.metric)) continue;
-      const lines = live.runs.map((run, number) => ({ name: run.name, colour: runColour(number), number, ...this.data.get(`${number} ${chart.metric}`) }));
+      const lines = live.runs.map((run, number) => ({ name: names[number], colour: runColour(number), number, ...this.data.get(`${number} ${chart.metric}`) }));
       chart.show(lines.filter((line) => line.steps && !hidden.has(line.number)), { smooth: chart.metric.startsWith("val/") ? 0 : state.smooth });
     }
   }

@@ -11,6 +11,19 @@ export function visible(text) {
   });
 }
 
+/** The names, shortened so that a cut at the end leaves them different: what a long name shares with others is left out. */
+export function shortNames(names) {
+  const shared = (a, b) => {
+    let length = 0;
+    while (length < a.length && a[length] === b[length]) length++;
+    return length;
+  };
+  return names.map((name, index) => {
+    const common = Math.max(0, ...names.map((other, at) => (at === index || other === name ? 0 : shared(name, other))));
+    return name.length > 20 && common > 12 ? `${name.slice(0, 4)}…${name.slice(Math.min(common, name.length - 6) - 4)}` : name;
+  });
+}
+
 /** Makes an element: h("button", {class: "quiet", onclick}, "text", child). Children are nodes or text. */
 export function h(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);

@@ -2,7 +2,7 @@
 
 import * as api from "mtrl/api";
 import { redrawAll } from "mtrl/chart";
-import { fill, h, plural } from "mtrl/dom";
+import { fill, h, plural, shortNames } from "mtrl/dom";
 import { Curves } from "mtrl/curves";
 import { Rollouts } from "mtrl/rollouts";
 import { RunPage } from "mtrl/timing";
@@ -46,9 +46,10 @@ function showTab() {
 }
 
 function showRuns() {
+  const names = shortNames(live.runs.map((run) => run.name));
   fill(legend, live.runs.map((run, number) => {
     const dot = h("i", { style: { background: `var(${runColours[number % runColours.length]})` } });
-    const button = h("button", { class: "run", title: `${run.path}\nclick: show or hide`, "aria-pressed": !hidden.has(number) }, dot, run.name);
+    const button = h("button", { class: "run", title: `${run.name}\n${run.path}\nclick: show or hide`, "aria-pressed": !hidden.has(number) }, dot, h("span", {}, names[number]));
     button.addEventListener("click", () => {
       hidden.has(number) ? hidden.delete(number) : hidden.add(number);
       showRuns();
