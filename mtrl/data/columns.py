@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -130,9 +131,16 @@ def apply_column_aliases(sources: Sequence[DataSource], settings: DataSettings, 
         keys = {getattr(settings, key): key for key in names}
         by_column = {ours: names[key] for ours, key in keys.items()}
         renamed.append(RenamedColumns(source, by_column, keys) if by_column else source)
+    data = tuple(source.fingerprint for source in sources)
     for message in messages:
-        logger.warning("%s", message)
+        report_once(message, data)
     return renamed
+
+
+@lru_cache
+def report_once(message: str, data: tuple[str, ...]) -> None:
+    """Log a message about these data: every evaluation of a trainer opens them again."""
+    logger.warning("%s", message)
 
 
 def alias_columns(source: DataSource) -> set[str]:

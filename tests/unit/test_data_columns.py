@@ -24,17 +24,17 @@ def opened(data, tmp_path, **settings):
 def test_trl_jsonl(tmp_path, caplog):
     (tmp_path / "a.png").write_bytes(PNG)
     rows = [{"problem": "which?", "image": "a.png", "solution": "B"}, {"problem": "text alone", "solution": "C"}]
-    for _ in range(2):  # the second time from the cache
+    for is_first in (True, False):  # the second time from the cache
         caplog.clear()
         dataset = opened(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path)
         first, second = dataset.task(0), dataset.task(1)
         assert first.answer == "B" and len(first.media) == 1 and first.text == "<image>which?" and not second.media
         assert first.columns == {"problem": "which?", "solution": "B"}, "rewards may read them by their own names"
-        assert sorted(caplog.messages) == [
+        assert sorted(caplog.messages) == is_first * [
             "answers are read from the column 'solution' (dataset.answer_key)",
             "images are read from the column 'image' (dataset.image_key)",
             "prompts are read from the column 'problem' (dataset.prompt_key)",
-        ]
+        ], "reported once: each evaluation opens the data again"
 
 
 def test_verl_parquet(tmp_path):
