@@ -72,7 +72,9 @@ def opening_lines(model: ExportedModel) -> str:
 def usage(model: ExportedModel) -> str:
     model_class = "AutoModelForImageTextToText" if model.images else "AutoModelForCausalLM"
     processor = "AutoProcessor" if model.images else "AutoTokenizer"
+    install = ["# pip install torchvision, which the processors of transformers need", ""] if model.images else []
     code = [
+        *install,
         f"from transformers import {model_class}, {processor}",
         "",
         f'model = {model_class}.from_pretrained("{model.name}", dtype="auto")',

@@ -190,6 +190,10 @@ def test_the_card_describes_the_run(trainer, exported):
     assert str(trainer.directory.parent) not in card, "paths of this machine must not be published"
 
 
+def test_the_card_says_what_its_processor_needs(exported):
+    assert "pip install torchvision" in (exported / "README.md").read_text()
+
+
 def test_the_settings_of_the_card_are_a_configuration(trainer, exported, tmp_path):
     block = (exported / "README.md").read_text().split("```yaml\n")[1].split("```")[0]
     (tmp_path / "run.yaml").write_text(block)
