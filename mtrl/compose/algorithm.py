@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from mtrl.algorithms.advantages import ESTIMATORS, Estimator
 from mtrl.algorithms.batches import BatchPlan
 from mtrl.algorithms.credit import Rule
-from mtrl.algorithms.credit.registry import make_rule
+from mtrl.algorithms.credit.registry import REGISTRY, make_rule
 from mtrl.algorithms.credit.rule import DecodeTokens
 from mtrl.algorithms.divergence import Divergence
 from mtrl.algorithms.filtering import GroupFilter
@@ -186,11 +186,12 @@ def attention_interval(config: Config, needed: bool = False) -> int:
 
 
 def make_credit_rules(config: Config) -> tuple[Rule, ...]:
-    """The rules of the `enable_` keys in the order of SPEC 2.2, then those of `optimization.credit`."""
-    optimization, keys = config.optimization, read_keys(config.optimization)
-    switched = [rule for key, rule in SWITCHES.items() if keys[key]]
+    """The rules of the `enable_` keys in the order of SPEC 2.2, then those of `optimization.credit`, whose arguments
+    are in their entries alone."""
+    keys = read_keys(config.optimization)
+    switched = [REGISTRY.make(rule, keys) for key, rule in SWITCHES.items() if keys[key]]
     try:
-        return tuple(make_rule(spec, keys) for spec in (*switched, *optimization.credit))
+        return (*switched, *map(make_rule, config.optimization.credit))
     except PluginError as error:
         raise ConfigError([f"optimization.credit: {error}"]) from error
 

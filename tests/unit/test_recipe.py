@@ -228,6 +228,11 @@ def test_each_switch_adds_its_rule(switch):
     assert make_credit_rules(optimization(**KEYS, **{switch: True})) == (SWITCHES[switch],)
 
 
+def test_an_entry_has_its_own_arguments_whatever_the_keys_of_the_switches_are():
+    config = optimization(**KEYS, credit=["perception_filter", {"name": "perception_filter", "top_p": 0.1}])
+    assert make_credit_rules(config) == (PerceptionFilter(), PerceptionFilter(0.1))
+
+
 def test_all_switches_in_the_order_of_the_contract():
     assert make_credit_rules(optimization(**KEYS, **dict.fromkeys(SWITCHES, True))) == tuple(SWITCHES.values())
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from mtrl.algorithms.credit.attention_anchors import AttentionAnchors
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
 from mtrl.algorithms.credit.controls import Bottom, RandomFilter
@@ -46,12 +43,11 @@ RULES: dict[str, type[Rule]] = {
 REGISTRY = Registry[Rule]("credit rule", (Filter, Weight, Bonus), RULES)
 
 
-def make_rule(spec: Spec, keys: Mapping[str, Any] | None = None) -> Rule:
-    """Make a rule from `name`, `file.py:Name` or {name: .., and its arguments}; PluginError says what is wrong. `keys`
-    are the values of arguments that it does not set, by the names of their keys."""
+def make_rule(spec: Spec) -> Rule:
+    """Make a rule from `name`, `file.py:Name` or {name: .., and its arguments}; PluginError says what is wrong."""
     if spec_name(spec) != "shuffled" or isinstance(spec, str) or "rule" not in spec:
-        return REGISTRY.make(spec, keys)
-    inner = make_rule(spec["rule"], keys)
+        return REGISTRY.make(spec)
+    inner = make_rule(spec["rule"])
     if not inner.needs:
         raise PluginError(f"shuffled: {inner} reads no signal, so there is nothing to shuffle")
     made = REGISTRY.make({**spec, "rule": inner})
