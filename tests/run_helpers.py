@@ -9,7 +9,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -218,3 +219,12 @@ def same_end(run: Path, other: Path, step: int) -> None:
     assert rows.keys() == others.keys()
     for key, row in rows.items():
         assert row == others[key], f"step {key[0]}"
+
+
+def wait_for(condition: Callable[[], object], what: str, seconds: float = 900) -> None:
+    """Wait until the condition is true; longer than this is a hang, even on a busy machine."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"no {what} within {seconds} s")
+        time.sleep(0.05)

@@ -52,12 +52,15 @@ def run(arguments: Sequence[str]) -> int:
     origins = {name: check_call(describe_origin, config) for name, config in configs.items()}
     files = {name: str(out / name / "arm.yaml") for name in arms}
     jobs = plan_jobs(files, options.seeds, (), out, origins)
+    archive = Path(options.archive) if options.archive else None
+    if archive is not None and archive.is_file() and not out.exists():
+        unpack(archive, out)
     for job in jobs:
         job.is_done()  # an error if it is the result of other settings
     for name, config in configs.items():  # runs that start later read what was checked now
         Path(files[name]).parent.mkdir(parents=True, exist_ok=True)
         write_file(Path(files[name]), to_yaml(config))
-    return run_all(jobs, options.jobs, options.minutes, Path(options.archive) if options.archive else None)
+    return run_all(jobs, options.jobs, options.minutes, archive)
 
 
 def parse_seeds(text: str) -> range:
@@ -79,8 +82,6 @@ OPTIONS.add_argument("--minutes", type=whole_number())
 def run_all(jobs: Sequence[SeedJob], at_once: int, minutes: int | None, archive: Path | None) -> int:
     """Train all jobs, as far as the time allows, and report on the finished ones."""
     out = jobs[0].out
-    if archive is not None and archive.is_file() and not out.exists():
-        unpack(archive, out)
     checks = measure_effects(jobs, at_once)
     print(make_effects_page(checks))
     failed, left = run_batch(jobs, at_once, None if minutes is None else 60.0 * minutes, log_line)

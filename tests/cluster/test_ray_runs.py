@@ -7,12 +7,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 from helpers import close, is_alive
-from run_helpers import finish, get_run_dir, read_metrics, same_end, train_arguments
+from run_helpers import finish, get_run_dir, read_metrics, same_end, train_arguments, wait_for
 from safetensors.torch import load_file
 
 from mtrl.tracking.jsonl import read_rows
@@ -45,13 +44,6 @@ def processes(output):
     """The pids of all ranks and engines so far, from their logs."""
     logs = sorted((get_run_dir(output) / "logs").glob("*_[0-9].log"))
     return {log.stem: [int(each) for each in re.findall(r"process (\d+) on", log.read_text())] for log in logs}
-
-
-def wait_for(condition, what):
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end, f"no {what} within {SECONDS} s"
-        time.sleep(0.05)
 
 
 def updates(output, rank):

@@ -7,10 +7,10 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 import pytest
+from run_helpers import wait_for
 
 from mtrl.cli import main
 from mtrl.commands import compare, result_origin
@@ -200,17 +200,10 @@ batch.run_batch(jobs, 1, None, print)
 """)
     log = tmp_path / "out/slow/seed_0.log"
     process = subprocess.Popen([sys.executable, str(script)])
-    wait_until(lambda: log.is_file() and "begun" in log.read_text())
+    wait_for(lambda: log.is_file() and "begun" in log.read_text(), "start")
     process.kill()
     process.wait()
-    wait_until(lambda: "saved" in log.read_text())
-
-
-def wait_until(is_true, seconds=60):
-    end = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.05)
+    wait_for(lambda: "saved" in log.read_text(), "save")
 
 
 @pytest.mark.parametrize(
@@ -322,6 +315,14 @@ def test_a_batch_resumes_in_another_folder(configured, monkeypatch, tmp_path):
     shutil.copytree(tmp_path, tmp_path.parent / f"{tmp_path.name}_moved")
     monkeypatch.chdir(tmp_path.parent / f"{tmp_path.name}_moved")
     assert compared() == 0 and len(configured) == 2, "files are known by their contents"
+
+
+def test_the_command_resumes_from_an_archive(configured):
+    """In a directory that has nothing but the archive: finished runs are not run again."""
+    assert compared("--archive", "batch.tar.gz") == 0 and len(configured) == 2
+    shutil.rmtree("out")
+    assert compared("--archive", "batch.tar.gz") == 0 and len(configured) == 2
+    assert Path("out/a/seed_0/metrics.jsonl").is_file()
 
 
 def test_runs_that_start_later_read_what_was_checked(configured):
