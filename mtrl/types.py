@@ -11,7 +11,7 @@ uneven (after filtering or replay), so nothing reshapes to `[P, G]`. All tensors
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
@@ -230,12 +230,8 @@ class Signals:
     def join(parts: Sequence[Signals]) -> Signals:
         """Concatenate the rows. A signal that one part lacks is missing in the result."""
         shared = set.intersection(*(set(part.extra) for part in parts))
-        return join_rows([replace(part, extra=pick(part.extra, shared)) for part in parts])
-
-
-def pick(mapping: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The items with these names, in their order."""
-    return {name: value for name, value in mapping.items() if name in names}
+        extras = [{name: part.extra[name] for name in part.extra if name in shared} for part in parts]
+        return join_rows([replace(part, extra=extra) for part, extra in zip(parts, extras, strict=True)])
 
 
 VIEWS = {f.name: f.metadata.get("views", 1) for f in fields(Signals) if f.name != "extra"}  # views of the image each

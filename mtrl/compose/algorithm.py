@@ -24,7 +24,7 @@ from mtrl.models.load_model import DTYPES
 from mtrl.models.perturb import Perturbation
 from mtrl.training.algorithm_spec import NOTHING, AlgorithmSpec
 from mtrl.training.dynamic_sampling import Filtering
-from mtrl.types import VIEWS, Needs, Sampling, Signal, pick
+from mtrl.types import VIEWS, Needs, Sampling, Signal
 from mtrl.utils.plugin_registry import Registry, Spec
 from mtrl.utils.plugins import PluginError
 from mtrl.workers.learner import OptimizerSettings
@@ -156,17 +156,17 @@ def from_keys(kind: type[T], *sections: Any, **derived: Any) -> T:
     return kind(**{f.name: values[f.name] for f in fields(kind) if f.init})  # type: ignore[arg-type]
 
 
-def read_keys(*sections: Any) -> dict[str, Any]:
-    """The values of all sections or mappings by their last name; later ones win."""
+def read_keys(*sections: Any, only: Sequence[str] | None = None) -> dict[str, Any]:
+    """The values of all sections or mappings by their last name; later ones win. `only`: keys of these names."""
     values: dict[str, Any] = {}
     for section in sections:
         values |= section if isinstance(section, dict) else {f.name: getattr(section, f.name) for f in fields(section)}
-    return values
+    return values if only is None else {name: values[name] for name in only}
 
 
 def make_training_sampling(config: Config) -> Sampling:
     return Sampling(
-        **pick(read_keys(config.worker.rollout), ("temperature", "top_p", "top_k", "seed")),
+        **read_keys(config.worker.rollout, only=("temperature", "top_p", "top_k", "seed")),
         n=config.rollouts_per_prompt,
         max_new_tokens=config.max_new_tokens,
     )

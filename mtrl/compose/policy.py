@@ -35,7 +35,7 @@ from mtrl.rollout.decode.engine import explain_unsupported_model, make_fastest_g
 from mtrl.rollout.lifecycle import EngineLifecycle
 from mtrl.training.algorithm_spec import AlgorithmSpec
 from mtrl.training.resume import check_undamaged
-from mtrl.types import VIEWS, pick
+from mtrl.types import VIEWS
 from mtrl.utils.plugin_registry import Registry
 from mtrl.utils.plugins import PluginError, load_user_object
 from mtrl.utils.terminal import say_at_once
@@ -161,7 +161,7 @@ def make_forward(config: Config, encoder: TextEncoder, model: Any, ranks: Ranks 
         encoder,
         share_prefix=actor.share_prefix and can_share_prefixes(backbone),
         packed=actor.padding_free and actor.use_torch_compile and backbone.can_pack,  # packing needs a compiled kernel
-        **pick(algorithm.read_keys(config.worker.rollout, config.optimization), FORWARD_KEYS),
+        **algorithm.read_keys(config.worker.rollout, config.optimization, only=FORWARD_KEYS),
     )
 
 
