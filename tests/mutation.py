@@ -74,6 +74,7 @@ TESTS = {
     "groups": ["tests/unit/test_groups.py", "tests/unit/test_credit.py", "tests/unit/test_mutants.py", *PROPERTIES],
     "losses": [
         "tests/unit/test_losses.py",
+        "tests/unit/test_loss_weights.py",
         "tests/unit/test_divergence.py",
         "tests/unit/test_mutants.py",
         "tests/unit/test_doors.py",
