@@ -3,8 +3,10 @@
     python -m benchmarks.same_numbers BEFORE [AFTER] [--only tprl,demo] [--keep DIR] [--jobs 2] [--out FILE]
 
 Each commit is checked out in a temporary worktree and trains through its own `mtrl train`, once per case below
-(without AFTER: the working tree). Every number of metrics.jsonl except timings is compared, and every tensor of the
-last checkpoint. Differences are printed; the exit status is 1 if there are any. `--out` writes a digest per case.
+(without AFTER: the working tree; a directory in place of a commit is used as it is, for machines without git). Every
+number of metrics.jsonl except timings is compared, and every tensor of the last checkpoint. Differences are printed;
+the exit status is 1 if there are any. Metrics that the first commit did not have are listed as added, not as
+differences. `--out` writes a digest per case.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.environment import commit
 from pretraining.tiny_checkpoints import make_tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,11 +120,12 @@ def main() -> int:
         with ThreadPoolExecutor(options.jobs) as pool:
             results = list(pool.map(lambda name: compare(name, keep, before, after), names))
         for tree in {before, after} - {None}:
-            git("worktree", "remove", "--force", str(tree))
+            if tree.is_relative_to(scratch):
+                git("worktree", "remove", "--force", str(tree))
     equal = sum(not result["differences"] for result in results)
     print(f"{equal} of {len(names)} cases bitwise equal")
     if options.out is not None:
-        after_name = after.name if after else git("rev-parse", "--short", "HEAD")
+        after_name = after.name if after else commit()
         report = {"before": before.name, "after": after_name, "cases": dict(zip(names, results, strict=True))}
         options.out.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if equal == len(names) else 1
@@ -150,11 +154,16 @@ def compare(name: str, keep: Path, before: Path, after: Path | None) -> dict[str
     first = run(name, before, keep / before.name, keep / "inputs")
     with tempfile.TemporaryDirectory() as fresh:
         second = run(name, after or ROOT, keep / after.name if after else Path(fresh), keep / "inputs")
-        different = [*differences(metrics(first), metrics(second)), *differences(digests(first), digests(second))]
+        old, new = metrics(first), metrics(second)
+        added = sorted({key.split(", ", 1)[1] for key in new.keys() - old.keys()})
+        different = [
+            *differences(old, {key: value for key, value in new.items() if key.split(", ", 1)[1] not in added}),
+            *differences(digests(first), digests(second)),
+        ]
     print(f"{name:<28} {'equal' if not different else f'{len(different)} DIFFERENCES'}", flush=True)
     for line in different[:8]:
         print(f"    {line}")
-    numbers = {"metrics": len(metrics(first)), "tensors": len(digests(first)), "differences": len(different)}
+    numbers = {"metrics": len(old), "added": added, "tensors": len(digests(first)), "differences": different[:8]}
     everything = json.dumps([metrics(first), digests(first)], sort_keys=True)
     return numbers | {"digest": hashlib.sha256(everything.encode()).hexdigest()[:16]}
 
@@ -214,10 +223,12 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + content).hexdigest()[:16]
 
 
-def checkout(commit: str, scratch: Path) -> Path:
-    name = git("rev-parse", "--short", commit)
+def checkout(wanted: str, scratch: Path) -> Path:
+    if Path(wanted).is_dir():
+        return Path(wanted).resolve()
+    name = git("rev-parse", "--short", wanted)
     if not (scratch / name).exists():
-        git("worktree", "add", "--detach", "--force", str(scratch / name), commit)
+        git("worktree", "add", "--detach", "--force", str(scratch / name), wanted)
     return scratch / name
 
 
