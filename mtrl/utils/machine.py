@@ -21,6 +21,7 @@ CPU_QUOTA = (  # microseconds of processor time per period: cgroups version 2, t
     (Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")),
 )
 CPU_TIMES = Path("/proc/stat")  # for each processor: user, nice, system, idle, iowait, ..
+AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")  # then a nice value counts within a terminal session alone
 STOPS_WITH = "MTRL_STOPS_WITH"  # environment variable: descriptor of a pipe whose other end the parent holds
 LOOPBACK = "127.0.0.1"
 SAMPLE_SECONDS = 0.3  # over which free processors are measured; the kernel counts in hundredths
@@ -74,14 +75,15 @@ def _quotas() -> list[float]:
 
 def cpu_times() -> tuple[float, float] | None:
     """(free, total) processor time so far, summed over the processors this process may use. Time of programs with a
-    higher nice value counts as free: they give way. None if the system does not report it."""
+    higher nice value counts as free where they give way. None if the system does not report it."""
     if not CPU_TIMES.is_file() or not hasattr(os, "sched_getaffinity"):
         return None
     bound = {f"cpu{number}" for number in os.sched_getaffinity(0)}
     rows = (line.split() for line in CPU_TIMES.read_text().splitlines())
     times = [[int(part) for part in row[1:9]] for row in rows if row and row[0] in bound]
-    nice = 1 if os.getpriority(os.PRIO_PROCESS, 0) <= 0 else 0
-    free = sum(nice * row[1] + row[3] + row[4] for row in times)
+    grouped = AUTOGROUP.is_file() and AUTOGROUP.read_text().strip() != "0"
+    gives_way = os.getpriority(os.PRIO_PROCESS, 0) <= 0 and not grouped
+    free = sum(gives_way * row[1] + row[3] + row[4] for row in times)
     return float(free), float(sum(map(sum, times)))
 
 

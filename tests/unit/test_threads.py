@@ -95,11 +95,16 @@ def test_the_share_that_is_free(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "CPU_TIMES", stat)
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda process: {0, 2})
     monkeypatch.setattr(machine.os, "getpriority", lambda kind, process: 0)
+    monkeypatch.setattr(machine, "AUTOGROUP", tmp_path / "autogroup")
     stat.write_text("cpu  9 9 9 9 9 9 9 9\ncpu0 1 0 0 5 0 0 0 0 0 0\ncpu1 0 0 0 0 0 0 0 0\ncpu2 0 0 0 0 0 0 0 0\n")
     before = machine.cpu_times()
     assert before == (5, 6) and machine.free_share(before) is None, "no time has passed"
     stat.write_text("cpu0 31 0 10 55 10 0 0 0 7 7\ncpu1 0 0 0 900 0 0 0 0\ncpu2 20 80 0 0 0 0 0 0\n")
     assert machine.free_share(before) == (60 + 80) / 200
+    (tmp_path / "autogroup").write_text("1\n")
+    assert machine.free_share((5, 6)) == 60 / 200, "a nicer program of another session does not give way"
+    (tmp_path / "autogroup").write_text("0\n")
+    assert machine.free_share((5, 6)) == (60 + 80) / 200
     monkeypatch.setattr(machine.os, "getpriority", lambda kind, process: 19)
     assert machine.free_share((5, 6)) == 60 / 200, "we are as nice ourselves"
     monkeypatch.setattr(machine, "CPU_TIMES", tmp_path / "none")
