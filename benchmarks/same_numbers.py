@@ -179,7 +179,8 @@ def run(name: str, tree: Path, directory: Path, inputs: Path) -> Path:
             else ["train", *TINY, *(word.replace("{inputs}", str(inputs)) for word in CASES[name])]
         )
         command = [sys.executable, "-m", "mtrl", *words, f"training.output_dir={output}"]
-        environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         process = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
         if process.returncode:
             raise SystemExit(f"{name} failed in {tree.name}:\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}")
