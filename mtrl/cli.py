@@ -16,6 +16,8 @@ USER_ERROR = 2
 STOPPED = 130  # exit status that shells report after Ctrl-C
 BROKEN_PIPE = 141  # exit status that shells report after SIGPIPE: nobody reads the output
 MODULES = {"eval": "evaluate"}  # commands whose module has another name
+WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # how torch's threads (libgomp) wait; a user may have set either
+SPINS = "1000"  # libgomp's own number for more threads than processors
 
 
 def run_command(name: str, arguments: Sequence[str]) -> int:
@@ -36,6 +38,7 @@ COMMANDS: dict[str, Command] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0; 1 if the command failed; 2 if the user has to change something first."""
+    _let_threads_sleep()
     handler = signal.getsignal(signal.SIGINT)
     in_main_thread = threading.current_thread() is threading.main_thread()
     replaced = handler is signal.default_int_handler and in_main_thread  # only there may it be replaced
@@ -49,6 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if replaced:
             signal.signal(signal.SIGINT, handler)
+
+
+def _let_threads_sleep() -> None:
+    """A thread of torch spins 300,000 times before it sleeps. If another program computes, it spins away the time that
+    the thread it waits for needs, and steps take many times as long (`benchmarks.busy_processors`). libgomp reads this
+    when torch is imported, which has not happened yet."""
+    if not any(name in os.environ for name in WAITING):
+        os.environ[WAITING[0]] = SPINS
 
 
 def _main(arguments: list[str]) -> int:

@@ -1,8 +1,13 @@
 """How many threads a run computes with."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
+from mtrl.cli import WAITING
 from mtrl.training import threads
 from mtrl.training.threads import FILE, choose_threads, set_threads
 from mtrl.utils import machine
@@ -109,3 +114,22 @@ def test_the_share_that_is_free(tmp_path, monkeypatch):
     assert machine.free_share((5, 6)) == 60 / 200, "we are as nice ourselves"
     monkeypatch.setattr(machine, "CPU_TIMES", tmp_path / "none")
     assert machine.cpu_times() is None and machine.free_share(None) is None
+
+
+@pytest.mark.parametrize(
+    ("chosen", "waiting"),
+    [
+        ({}, {"GOMP_SPINCOUNT": "1000"}),
+        ({"GOMP_SPINCOUNT": "5"}, {"GOMP_SPINCOUNT": "5"}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
+    ],
+)
+def test_threads_of_a_command_soon_sleep(chosen, waiting):
+    """The variable is set before torch, which reads it once, is imported; a choice of the user stays."""
+    code = (
+        "import os, sys; from mtrl.cli import WAITING, main; main(['--version']); assert 'torch' not in sys.modules; "
+    )
+    code += "print({name: os.environ[name] for name in WAITING if name in os.environ})"
+    environment = {name: value for name, value in os.environ.items() if name not in WAITING} | chosen
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert run.stdout.splitlines()[-1] == str(waiting)
