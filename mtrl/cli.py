@@ -10,6 +10,8 @@ from functools import partial
 from importlib import import_module
 from types import FrameType
 
+import mtrl
+
 Command = Callable[[Sequence[str]], int]
 
 USER_ERROR = 2
@@ -68,9 +70,7 @@ def _main(arguments: list[str]) -> int:
         print(_overview())
         return 0
     if name in ("-V", "--version"):
-        from importlib.metadata import version
-
-        print(f"mtrl {version('mtrl')}")
+        print(f"mtrl {mtrl.__version__}")
         return 0
     if name not in COMMANDS:
         print(f"mtrl: no command {name!r}{_suggestion(name)}", file=sys.stderr)

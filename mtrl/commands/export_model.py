@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
+import mtrl
 from mtrl.checkpoint.folder_store import SLACK, STATE, check_disk_space, checkpoint_step, write_folder
 from mtrl.checkpoint.learner_snapshot import OPTIMIZER_STATE
 from mtrl.checkpoint.manifest import MANIFEST, DamagedCheckpoint, check_manifest, sync_folder
@@ -97,7 +97,7 @@ def export(source: ExportSource, target: Path, dtype: str, name: str, say: Say) 
             (folder / file).write_bytes(content)
         record = None if source.run is None else run_record(source, folder)
         base, base_id = base_model(source)
-        card = ExportedModel(name, base, base_id, is_vision_model(model), dtype, version("mtrl"), record)
+        card = ExportedModel(name, base, base_id, is_vision_model(model), dtype, mtrl.__version__, record)
         (folder / CARD).write_text(model_card(card), encoding="utf-8")
 
     write_folder(target, write, finish=partial(sync_folder, new_file=CARD))

@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
+import mtrl
 from mtrl.cli import COMMANDS, main
 from mtrl.config import Config, load_config, to_yaml
 
@@ -105,3 +106,11 @@ def test_version_and_unknown_commands(capsys):
 def test_the_module_of_the_command_line_is_runnable():
     done = subprocess.run([sys.executable, "-m", "mtrl.cli", "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"mtrl {version('mtrl')}\n")
+
+
+def test_a_checkout_that_is_not_installed_has_a_version(monkeypatch):
+    def no_metadata(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", no_metadata)
+    assert mtrl.__version__ == "not installed"
