@@ -206,12 +206,19 @@ def read_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     }
 
 
+def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both have the same bits: a NaN, which marks what does not apply, is equal to itself."""
+    if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(*(each.contiguous().flatten().view(torch.uint8) for each in (tensor, other)))
+
+
 def same_end(run: Path, other: Path, step: int) -> None:
     """Asserts that both runs ended bitwise equal: weights, optimizer and trainer state, every row of metrics."""
     ends = [each / "checkpoints" / f"step_{step}" for each in (run, other)]
     first, second = map(read_tensors, ends)
     assert first.keys() == second.keys() and len(first) > 50
-    different = [name for name in first if not torch.equal(first[name], second[name])]
+    different = [name for name in first if not same_bits(first[name], second[name])]
     assert not different, f"{len(different)} of {len(first)} tensors differ: {different[:3]}"
     for name in ("trainer_state.json", "trainer/optimizer.json"):
         assert (ends[0] / name).read_text() == (ends[1] / name).read_text()

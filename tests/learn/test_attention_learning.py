@@ -17,7 +17,7 @@ SEEDS = (1, 2, 3)  # shuffled rewards are a random walk: one seed alone may wand
 
 def change(variant, seed, scratch):
     """The share of the imbalance that is left after training."""
-    run = learn(variant, seed, steps=8, val_freq=8, scratch=scratch)
+    run = learn(variant, seed, steps=8, validate_every=8, scratch=scratch)
     (_, first), *_, (_, last) = run["imbalance"]
     (_, length_before), *_, (_, length_after) = run["length"]
     assert 0.8 < length_after / length_before < 1.2

@@ -164,7 +164,18 @@ def test_a_failed_run_is_reported_and_the_others_continue(fake_runs):
     assert (fake_runs / "out/one/seed_0.done").exists() and not (fake_runs / "out/fails/seed_0.done").exists()
 
 
-def test_a_batch_ends_in_time_and_resumes(fake_runs):
+@pytest.fixture
+def time_is_up_after_one(fake_runs, monkeypatch):
+    """Three seconds have passed when the run `one` is done and `slow` has begun, however long that takes."""
+    done, log = fake_runs / "out/one/seed_0.done", fake_runs / "out/slow/seed_0.log"
+
+    def now():
+        return 3.0 if done.exists() and log.exists() and "begun" in log.read_text() else 0.0
+
+    monkeypatch.setattr(batch.time, "monotonic", now)
+
+
+def test_a_batch_ends_in_time_and_resumes(fake_runs, time_is_up_after_one):
     given = jobs(fake_runs, "one", "slow", seeds=1)
     assert run_batch(given, 2, 3.0, lambda line: None) == (0, 1)
     assert "saved" in (fake_runs / "out/slow/seed_0.log").read_text(), "it was interrupted, not killed"
@@ -172,7 +183,7 @@ def test_a_batch_ends_in_time_and_resumes(fake_runs):
     assert run_batch(given, 2, None, lambda line: None) == (0, 0)
 
 
-def test_an_archive_resumes_elsewhere_without_the_weights_of_finished_runs(fake_runs):
+def test_an_archive_resumes_elsewhere_without_the_weights_of_finished_runs(fake_runs, time_is_up_after_one):
     given = jobs(fake_runs, "one", "slow", seeds=1)
     run_batch(given, 2, 3.0, lambda line: None)
     pack(fake_runs / "out", fake_runs / "batch.tar.gz", given)
