@@ -108,7 +108,7 @@ def measure_attention(config: Config, samples: int, words: Sequence[str]) -> lis
                 response = rollouts.rows(torch.tensor([row]))
                 answers.append(measure_response(policy, encoder, response, letter, words))
     if not any(answer.sizes.all() for answer in answers):
-        raise StartError(f"none of the first {len(answers)} prompts has an image; choose other --data")
+        raise StartError(f"none of the first {len(answers)} prompts has an image or a video; choose other --data")
     return answers
 
 
@@ -136,6 +136,7 @@ def measure_response(
         mass=signals.attention_mass[0, rollouts.mask[0]],
         prompt_mass=signals.prompt_attention_mass[0],
         sizes=pool_sizes(rollouts.prompts)[0],
+        kinds=frozenset(medium.kind for medium in prompt.task.media),
     )
     chosen = choose_tokens(answer, letter, words) if answer.sizes.all() else {}
     if not chosen:

@@ -21,9 +21,9 @@ import PIL
 
 from mtrl.data.cache import DiskCache, pack_json, unpack_json
 from mtrl.data.columns import find_image_column
-from mtrl.data.media import Size, limit_side
+from mtrl.data.media import Kind, Size, limit_side
 from mtrl.data.parallel import map_rows
-from mtrl.data.prompts import MARK, TaskBuilder
+from mtrl.data.prompts import MARKS, TaskBuilder
 from mtrl.data.row_settings import DataSettings, DataSource, RowError
 from mtrl.data.templates import read_template
 from mtrl.data.video import check_pixels, measure_media, target_sizes
@@ -31,10 +31,13 @@ from mtrl.protocols import PromptEncoder
 from mtrl.types import Task
 from mtrl.utils.files import regular_file
 
-VERSION = 5  # version of the cached results; raise it when the same row would now get another result
+VERSION = 6  # version of the cached results; raise it when the same row would now get another result
 GOOD, BAD, TOO_BIG = 0, 1, 2  # states of a row
-UNREAD_MEDIA, EXTRA_IMAGES, MARK_AS_TEXT = 1, 2, 3  # notes about a row; 0: none
-SAMPLED_ROWS = 64  # rows whose images are decoded, spread over the data
+# Notes about a row, which may have several.
+UNREAD_MEDIA: dict[Kind, int] = {"image": 1, "video": 2}
+MARK_AS_TEXT: dict[Kind, int] = {"image": 4, "video": 8}
+EXTRA_IMAGES = 16
+SAMPLED_ROWS = 64  # rows whose media are decoded, spread over the data
 
 HASHED_BYTES = 16 << 10  # at each end of a media file; most of them are read for its header anyway
 
@@ -49,7 +52,7 @@ class RowScan:
     reason: str = ""
     length: int = -1  # prompt tokens; -1: no encoder, or a bad row
     pixels: int = 0  # total of all images and frames, at the sizes the model sees
-    note: int = 0
+    note: int = 0  # a sum of the notes above
     sizes: tuple[tuple[int, int, int], ...] = ()  # height and width of each medium in the data, frames shown
     files: tuple[FileStamp, ...] = ()
 
@@ -103,14 +106,27 @@ class SourceScan:
         self.state[row], self.length[row], self.pixels[row], self.note[row] = BAD, -1, 0, 0
         self.reasons[row] = reason
 
-    def rows_with_images(self, among: Sequence[int], count: int) -> list[int]:
-        """Return up to `count` good rows with images, spread evenly."""
+    def sizes_of(self, kind: Kind) -> np.ndarray:
+        """[media, 4]: the `sizes` of all images, or of all videos."""
+        return self.sizes[(self.sizes[:, 3] > 0) == (kind == "video")]
+
+    def rows_over(self, side: int, kind: Kind) -> np.ndarray:
+        """Return the rows that were left out and have an image, or a video, over this size."""
+        sizes = self.sizes_of(kind)
+        rows = np.unique(sizes[sizes[:, 1:3].max(1, initial=0) > side, 0])
+        return rows[self.state[rows] == TOO_BIG]
+
+    def rows_with_note(self, note: int) -> np.ndarray:
+        return np.flatnonzero(self.note & note)
+
+    def rows_with_media(self, among: Sequence[int], count: int) -> list[int]:
+        """Return up to `count` good rows with images or videos, spread evenly."""
         rows = np.unique(self.sizes[:, 0])
         rows = rows[(self.state[rows] == GOOD) & np.isin(rows, among)]
         return rows[spread_evenly(len(rows), count)].tolist()
 
     def changed_rows(self) -> list[int]:
-        """Return the rows with an image file that has changed."""
+        """Return the rows with a media file that has changed."""
         stamps = zip(self.paths, self.stamps.tolist(), strict=True)
         return sorted({row for path, (row, size, mtime, _) in stamps if _size_and_mtime(path) != (size, mtime)})
 
@@ -158,9 +174,9 @@ class Scanner:
     def _note(self, source: DataSource, task: Task) -> int:
         if task.media:
             return EXTRA_IMAGES if find_image_column(task.columns or {}) is not None else 0
-        if self.builder.find_unread_media(source, task.columns or {}) is not None:
-            return UNREAD_MEDIA
-        return MARK_AS_TEXT if MARK.search(task.text) else 0
+        if unread := self.builder.find_unread_media(source, task.columns or {}):
+            return sum(UNREAD_MEDIA[kind] for kind in unread)
+        return sum(MARK_AS_TEXT[kind] for mark, kind in MARKS.items() if mark in task.text)
 
     def _measure(self, task: Task, files: tuple[FileStamp, ...], note: int) -> RowScan:
         task, sizes = measure_media(task, self.encoder)
@@ -192,7 +208,7 @@ def scan_source(
     if todo:
         results = map_rows(partial(scanner.scan, source), todo, f"checking {source.name}", workers=workers)
         scan.update(todo, results)
-        for row in [] if scanner.settings.check_images == "full" else scan.rows_with_images(todo, sampled):
+        for row in [] if scanner.settings.check_images == "full" else scan.rows_with_media(todo, sampled):
             if reason := scanner.find_damage(source, row):
                 scan.mark_bad(row, reason)
         if key is not None:

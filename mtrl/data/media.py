@@ -49,7 +49,7 @@ TRANSPOSES = {  # by EXIF orientation
 
 Size = tuple[int, int]  # height, width
 Kind = Literal["image", "video"]
-WITH_ARTICLE = {"image": "an image", "video": "a video"}
+WITH_ARTICLE: dict[Kind, str] = {"image": "an image", "video": "a video"}
 
 
 def media_list(value: Any) -> list[Any]:

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from mtrl.data.columns import find_image_column, get_column, is_ground_truth
 from mtrl.data.lengths import EXTRA_IMAGES, MARK_AS_TEXT, UNREAD_MEDIA, SourceScan
 from mtrl.data.prompts import TaskBuilder
@@ -29,14 +27,22 @@ class ScanNotes:
         """Return a message for each problem that `dataset.on_missing` decides about. `answer_rewards`: rewards that
         need an answer."""
         messages, total, settings = [], sum(map(len, self.sources)), self.builder.settings
-        if settings.on_unread_media == "error" and (message := self._unread_media(total)):
-            messages.append(message)
-        if note := self._find(MARK_AS_TEXT):
-            count, _, task = note
-            messages.append(
-                f"{count} of {total} prompts have an <image> or <video> that is read as text, since their rows have "
-                f"no image or video ({task.origin} is the first); set dataset.image_key to the column of the images"
-            )
+        for kind, note in UNREAD_MEDIA.items() if settings.on_unread_media == "error" else ():
+            if found := self._find(note):
+                count, source, task = found
+                column = self.builder.find_unread_media(source, task.columns or {})[kind]
+                messages.append(
+                    f"{count} of {total} rows have {kind}s that no key reads, and no other media: the column "
+                    f"{column!r} of {task.origin} is the first; set dataset.{kind}_key={column}, or "
+                    "dataset.on_unread_media=ignore if the prompts do not need them"
+                )
+        for kind, note in MARK_AS_TEXT.items():
+            if found := self._find(note):
+                count, _, task = found
+                messages.append(
+                    f"{count} of {total} prompts have <{kind}> marks that are read as text, since their rows have no "
+                    f"media ({task.origin} is the first); set dataset.{kind}_key to the column of the {kind}s"
+                )
         if answer_rewards and not has_answers(self.sources, settings):
             messages.append(missing_answers_message(self.sources, settings, answer_rewards))
         return messages
@@ -49,25 +55,12 @@ class ScanNotes:
         column = find_image_column(task.columns or {})
         return f"the column {column!r} holds more images, in {count} rows, for the rewards only (dataset.image_key)"
 
-    def _unread_media(self, total: int) -> str | None:
-        if (note := self._find(UNREAD_MEDIA)) is None:
-            return None
-        count, source, task = note
-        unread = self.builder.find_unread_media(source, task.columns or {})
-        assert unread is not None, "the scan has found it"
-        column, kind = unread
-        return (
-            f"the column {column!r} holds {kind}s that no key reads, in {count} of {total} rows without other media "
-            f"({task.origin} is the first); set dataset.{kind}_key={column}, or dataset.on_unread_media=ignore if "
-            "the prompts do not need them"
-        )
-
     def _find(self, note: int) -> tuple[int, DataSource, Task] | None:
         """Return the number of rows with this note, and the first of them with its source."""
-        count = sum(int((scan.note == note).sum()) for scan in self.scans)
-        for source, scan in zip(self.sources, self.scans, strict=True):
-            for row in np.flatnonzero(scan.note == note).tolist():
-                return count, source, self.builder.build(source, row)
+        rows = [scan.rows_with_note(note) for scan in self.scans]
+        for source, noted in zip(self.sources, rows, strict=True):
+            if len(noted):
+                return sum(map(len, rows)), source, self.builder.build(source, int(noted[0]))
         return None
 
 

@@ -16,10 +16,10 @@ from mtrl.data.columns import MISSING, alias_columns, get_column
 from mtrl.data.media import WITH_ARTICLE, Kind, make_medium, media_list
 from mtrl.data.row_settings import DataError, DataSettings, DataSource, RowError, shorten
 from mtrl.data.templates import PromptTemplate, load_template
-from mtrl.data.unread import UnreadMedia, find_unread_media
+from mtrl.data.unread import find_unread_media
 from mtrl.types import Medium, Task
 
-MARKS = {"<image>": "image", "<video>": "video"}
+MARKS: dict[str, Kind] = {"<image>": "image", "<video>": "video"}
 MARK = re.compile("(" + "|".join(MARKS) + ")")
 Chat = list[tuple[str, str]]  # role and text with marks
 ROLES = ("system", "user", "assistant", "tool")
@@ -67,8 +67,8 @@ class TaskBuilder:
             chat=not isinstance(get_column(row, keys.prompt_key), str),
         )
 
-    def find_unread_media(self, source: DataSource, columns: Mapping[str, Any]) -> UnreadMedia | None:
-        """Return a column of a row without media that holds an image or a video and that no key reads."""
+    def find_unread_media(self, source: DataSource, columns: Mapping[str, Any]) -> dict[Kind, str]:
+        """Return the columns of a row without media that hold images or videos and that no key reads."""
         keys = self.settings
         read = {keys.prompt_key, keys.answer_key, keys.image_key, keys.video_key, keys.options_key, "options"}
         return find_unread_media(columns, read | alias_columns(source))
@@ -79,7 +79,7 @@ class TaskBuilder:
         return [make_medium(value, directory, kind) for value in media_list(get_column(row, keys[kind]))]
 
     def _place_media(
-        self, chat: Chat, available: Mapping[str, int], find_unread: Callable[[], UnreadMedia | None]
+        self, chat: Chat, available: Mapping[str, int], find_unread: Callable[[], dict[Kind, str]]
     ) -> tuple[tuple[dict[str, Any], ...], list[str]]:
         """Return the messages, and the kinds of their media in order."""
         if any(available.values()):
@@ -89,12 +89,7 @@ class TaskBuilder:
         try:
             return place_media(chat, available)
         except RowError as error:
-            hint = "set dataset.image_key to their column, or dataset.on_missing=warn to read marks as text"
-            if unread := find_unread():
-                hint = (
-                    f"the column {unread.column!r} holds {unread.kind}s: set dataset.{unread.kind}_key={unread.column}"
-                )
-            raise RowError(f"{error}; {hint}") from error
+            raise RowError(f"{error}; {media_hint(chat, find_unread())}") from error
 
     def _make_chat(self, row: Mapping[str, Any]) -> Chat:
         """Read, format and check the messages; add the system prompt."""
@@ -143,6 +138,15 @@ def read_chat(prompt: Any) -> Chat:
     if chat[-1][0] not in ("user", "tool"):
         raise RowError(f"the prompt ends with a message of {chat[-1][0]!r}; it must end where the model answers")
     return chat
+
+
+def media_hint(chat: Chat, unread: Mapping[Kind, str]) -> str:
+    """Say which key would read the media that the marks of a chat ask for."""
+    if unread:
+        return "; ".join(f"the column {name!r} holds {kind}s: set dataset.{kind}_key={name}"
+                         for kind, name in unread.items())  # fmt: skip
+    keys = [f"dataset.{kind}_key" for mark, kind in MARKS.items() if any(mark in text for _, text in chat)]
+    return f"set {' and '.join(keys)} to their column, or dataset.on_missing=warn to read marks as text"
 
 
 def place_media(chat: Chat, available: Mapping[str, int]) -> tuple[tuple[dict[str, Any], ...], list[str]]:

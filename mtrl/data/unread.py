@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Set
 from itertools import islice
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 from mtrl.data.media import BASE64_STARTS, IMAGE_ENDINGS, VIDEO_ENDINGS, Kind, looks_like_image
 
@@ -31,29 +31,28 @@ NAMED_FOR: dict[Kind, re.Pattern[str]] = {  # words in the name of a column; web
 }
 
 
-class UnreadMedia(NamedTuple):
-    column: str  # as the key takes it: a dotted name reaches into structs
-    kind: Kind
+def find_unread_media(columns: Mapping[str, Any], read: Set[str] = frozenset()) -> dict[Kind, str]:
+    """Return the first column with images and the first with videos, as a key takes them: a dotted name reaches into
+    structs. `read`: the columns that a key reads.
 
-
-def find_unread_media(columns: Mapping[str, Any], read: Set[str] = frozenset()) -> UnreadMedia | None:
-    """Return the first column that holds an image or a video, or None. `read`: the columns that a key reads.
-
-    >>> find_unread_media({"level": 3, "shot": "cats/1.png"})
-    UnreadMedia(column='shot', kind='image')
+    >>> find_unread_media({"level": 3, "shot": "cats/1.png", "mask": "cats/2.png"})
+    {'image': 'shot'}
     >>> find_unread_media({"question": "What is in cat.png", "meta": {"clip": "a.mp4"}}, read={"question"})
-    UnreadMedia(column='meta.clip', kind='video')
+    {'video': 'meta.clip'}
     """
-    return next(_find(columns, "", read, 0), None)
+    found: dict[Kind, str] = {}
+    for kind, column in _find(columns, "", read, 0):
+        found.setdefault(kind, column)
+    return found
 
 
-def _find(columns: Mapping[str, Any], prefix: str, read: Set[str], depth: int) -> Iterator[UnreadMedia]:
+def _find(columns: Mapping[str, Any], prefix: str, read: Set[str], depth: int) -> Iterator[tuple[Kind, str]]:
     for name, value in columns.items():
         column = f"{prefix}{name}"
         if column in read:
             continue
         if kind := media_kind(column, value):
-            yield UnreadMedia(column, kind)
+            yield kind, column
         elif isinstance(value, Mapping) and depth < MAX_DEPTH:
             yield from _find(value, f"{column}.", read, depth + 1)
 

@@ -40,6 +40,7 @@ class AttentionSample:
     mass: Tensor  # [n, len(SEGMENTS), 2]
     prompt_mass: Tensor  # [len(SEGMENTS), 2]
     sizes: Tensor  # [2] tokens of the text and the vision pool
+    kinds: frozenset[str] = frozenset()  # of the prompt's media: image, video
     drawn: tuple[DrawnAttention, ...] = ()
 
     @property
@@ -70,8 +71,8 @@ def make_overview(samples: Sequence[AttentionSample]) -> str:
         "while answering (mean over the response's tokens)": [sample.mean_mass for sample in samples],
         "while reading (mean over the prompt's tokens after the image)": [sample.prompt_mass for sample in samples],
     }
-    visual = int((sizes > 0).all(1).sum())
-    parts = [f"{len(samples)} responses, {visual} of them to an image."]
+    counts = {name: sum(name in sample.kinds for sample in samples) for name in ("image", "video")}
+    parts = [", ".join([f"{len(samples)} responses", *(f"{n} with {name}s" for name, n in counts.items() if n)]) + "."]
     for name, masses in phases.items():
         parts += [f"## Attention {name}", attention_table(torch.stack(masses), sizes)]
     return "\n\n".join(parts)
@@ -84,7 +85,7 @@ def make_section(index: int, sample: AttentionSample, pictures: Path) -> str:
         f"## Sample {index}: {sample.id}",
         fenced(sample.prompt),
         fenced(sample.response),
-        f"{row_attention(sample.mean_mass, sample.sizes)}. Pools: {text} text, {vision} image tokens.{truth}",
+        f"{row_attention(sample.mean_mass, sample.sizes)}. Pools: {text} text, {vision} vision tokens.{truth}",
     ]
     if vision and text:
         parts.append(token_table(sample))

@@ -16,7 +16,7 @@ from mtrl.data.cache import DiskCache
 from mtrl.data.columns import RenamedColumns, inspect_columns
 from mtrl.data.dataset import Dataset, scan_dataset
 from mtrl.data.lengths import GOOD
-from mtrl.data.media import limit_side
+from mtrl.data.media import WITH_ARTICLE, limit_side
 from mtrl.data.missing import ScanNotes
 from mtrl.data.row_settings import BadRow, DataSettings, DataSource, RowError, group_by_cause
 from mtrl.data.sampler import PromptLoader
@@ -81,9 +81,10 @@ def _files(dataset: Dataset) -> list[str]:
     lines += [f"  {counts.total:>9,}  in all", f"  {counts.used:>9,}  to train on"]
     if counts.bad:
         lines.append(f"  {counts.bad:>9,}  cannot be used (below)")
-    if counts.too_big:
-        limit = f"dataset.max_image_side={settings.max_image_side}"
-        lines.append(f"  {counts.too_big:>9,}  left out: an image over {limit}")
+    limit = settings.max_image_side or 0
+    for kind, name in WITH_ARTICLE.items() if counts.too_big else ():
+        if rows := sum(len(scan.rows_over(limit, kind)) for scan in dataset.scans):
+            lines.append(f"  {rows:>9,}  left out: {name} over dataset.max_image_side={limit}")
     return lines
 
 
@@ -136,7 +137,7 @@ def _lengths(dataset: Dataset, encoder: ReadableEncoder | None) -> list[str]:
     over = int((lengths > settings.max_prompt_length).sum())
     fate = "left out" if settings.filter_overlong_prompts else "refused (dataset.filter_overlong_prompts is off)"
     return [
-        "Prompt lengths (tokens, images expanded)",
+        "Prompt lengths (tokens, images and videos expanded)",
         f"  {_spread(lengths)}",
         f"  over dataset.max_prompt_length={settings.max_prompt_length}: {over:,} of {len(lengths):,} "
         f"({over / len(lengths):.1%}), {fate}",
@@ -144,13 +145,15 @@ def _lengths(dataset: Dataset, encoder: ReadableEncoder | None) -> list[str]:
 
 
 def _images(dataset: Dataset, encoder: ReadableEncoder | None, prompts: Sequence[Prompt | Task | BadRow]) -> list[str]:
-    sizes = [scan.sizes[scan.sizes[:, 3] == 0] for scan in dataset.scans]
+    sizes = [scan.sizes_of("image") for scan in dataset.scans]
     if not any(map(len, sizes)):
         return ["Images", "  none"]
     lines = ["Images", *_sizes(sizes)]
     density = _tokens_per_pixel(prompts)
     if encoder is None or density is None:
-        return [*lines, "  tokens need a vision-language model: set worker.actor.model.model_path=<model>"]
+        is_mixed = any(isinstance(prompt, Prompt) and prompt.media for prompt in prompts)  # images beside videos
+        hint = "  tokens need a vision-language model: set worker.actor.model.model_path=<model>"
+        return lines if is_mixed else [*lines, hint]
     usable = np.concatenate(
         [each[scan.state[each[:, 0]] == GOOD] for scan, each in zip(dataset.scans, sizes, strict=True)]
     )
@@ -164,7 +167,7 @@ def _images(dataset: Dataset, encoder: ReadableEncoder | None, prompts: Sequence
 
 
 def _videos(dataset: Dataset) -> list[str]:
-    sizes = [scan.sizes[scan.sizes[:, 3] > 0] for scan in dataset.scans]
+    sizes = [scan.sizes_of("video") for scan in dataset.scans]
     frames = np.concatenate(sizes)[:, 3]
     return ["Videos", *_sizes(sizes), f"  frames shown  {_spread(frames)}"] if len(frames) else []
 
@@ -192,7 +195,7 @@ def _bad_rows(dataset: Dataset) -> list[str]:
 
 
 def _samples(dataset: Dataset, encoder: ReadableEncoder | None) -> list[Prompt | Task | BadRow]:
-    """The first, the middle and the last row; if these have no image, one with an image replaces the middle one."""
+    """The first, the middle and the last row; if these have no media, one with media replaces the middle one."""
     if not len(dataset):
         return []
     positions = [0, len(dataset) // 2, len(dataset) - 1]

@@ -20,7 +20,7 @@ from mtrl.report.heat_map import STRONGEST, ImageAttention, bleach, draw_heat_ma
 from mtrl.types import SEGMENTS
 
 
-def answered(*ratios, tokens=None, visual=True):
+def answered(*ratios, tokens=None, kinds=("image",)):
     """A response whose tokens have these VGRs, on 2 text and 4 image tokens."""
     vision = torch.tensor([1 / (1 + ratio / 2) for ratio in ratios])
     mass = torch.stack([1 - vision, vision], -1)[:, None].expand(-1, len(SEGMENTS), -1)
@@ -33,7 +33,8 @@ def answered(*ratios, tokens=None, visual=True):
         tokens=tuple(tokens),
         mass=mass,
         prompt_mass=mass[0],
-        sizes=torch.tensor([2, 4 if visual else 0]),
+        sizes=torch.tensor([2, 4 if kinds else 0]),
+        kinds=frozenset(kinds),
     )
 
 
@@ -126,11 +127,16 @@ def test_attention_is_cut_into_images():
 
 # --------------------------------------------------------------------------------------------------------------- report
 def test_the_table_omits_responses_without_an_image(tmp_path):
-    text = make_overview([answered(1.0), answered(3.0), answered(9.0, visual=False)])
-    assert "3 responses, 2 of them to an image." in text
+    text = make_overview([answered(1.0), answered(3.0), answered(9.0, kinds=())])
+    assert "3 responses, 2 with images.\n" in text
     assert text.count("| late | 2 | 1 | 1 | 3 |") == 2, "answering and reading"
-    report = write_report(tmp_path, "Title", [answered(9.0, visual=False)]).read_text()
+    report = write_report(tmp_path, "Title", [answered(9.0, kinds=())]).read_text()
     assert "VGR n/a (no image)" in report and "place" not in report
+
+
+def test_images_and_videos_are_counted_apart():
+    text = make_overview([answered(1.0, kinds=["video"]), answered(3.0, kinds=["image", "video"]), answered(1.0)])
+    assert "3 responses, 2 with images, 2 with videos.\n" in text
 
 
 def test_long_responses_list_both_ends(tmp_path):

@@ -36,8 +36,8 @@ def test_images_that_are_not_read(tmp_path, caplog, value):
     rows = [{"prompt": "a"}, {"prompt": "b", "photo": value}, {"prompt": "c", "photo": value}]
     message = refusal(rows, tmp_path)
     assert message == (
-        "the column 'photo' holds images that no key reads, in 2 of 3 rows without other media (rows given in Python, "
-        "row 2 is the first); set dataset.image_key=photo, or dataset.on_unread_media=ignore if the prompts do not "
+        "2 of 3 rows have images that no key reads, and no other media: the column 'photo' of rows given in Python, "
+        "row 2 is the first; set dataset.image_key=photo, or dataset.on_unread_media=ignore if the prompts do not "
         "need them"
     )
     assert len(opened(rows, tmp_path, on_missing="warn")) == 3 and message in caplog.messages
@@ -59,13 +59,26 @@ def test_files_under_any_name_are_refused_by_their_content(tmp_path, caplog, col
     rows = [{"prompt": "a"}, {"prompt": "b", column: FILES[column]}]
     message, kind = refusal(rows, tmp_path), "video" if column in VIDEOS else "image"
     name = "extra_info.media.shot" if column == "extra_info" else column
-    assert f"the column {name!r} holds {kind}s that no key reads, in 1 of 2 rows" in message
+    assert message.startswith(f"1 of 2 rows have {kind}s that no key reads, and no other media: the column {name!r} ")
     assert "rows given in Python, row 2 is the first" in message and f"set dataset.{kind}_key={name}," in message
     assert len(opened(rows, tmp_path, on_unread_media="ignore")) == 2 and not caplog.messages
     with pytest.raises(DataError, match=f"the column '{re.escape(name)}' holds {kind}s: set dataset.{kind}_key="):
         opened([{"prompt": "<image>b", column: FILES[column]}], tmp_path)
     beside = [{"prompt": "b", "images": [PNG], column: FILES[column]}]
     assert len(opened(beside, tmp_path)) == 1, "with media that a key reads it is metadata"
+
+
+def test_images_and_videos_that_are_not_read_are_counted_apart(tmp_path):
+    media = [{"clip": "1.mp4"}, {"shot": "1.png"}, {"film": "2.mp4"}, {"clip": "3.mp4", "shot": "3.png"}]
+    rows = [{"prompt": "a", **each} for each in [*media, {"images": [PNG], "clip": "4.mp4"}]]
+    with pytest.raises(DataError) as caught:
+        opened(rows, tmp_path)
+    images, videos, _ = str(caught.value).splitlines()
+    assert images.startswith("2 of 5 rows have images") and "'shot' of rows given in Python, row 2 is" in images
+    assert videos.startswith("3 of 5 rows have videos") and "'clip' of rows given in Python, row 1 is" in videos
+    assert "dataset.image_key=shot" in images and "dataset.video_key=clip" in videos
+    with pytest.raises(DataError, match=r"'clip' holds videos: set .*; the column 'shot' holds images: set data"):
+        opened([{"prompt": "<video>a", "clip": "1.mp4", "shot": "1.png"}], tmp_path)
 
 
 def test_every_command_refuses_them(tmp_path, monkeypatch, capsys):
@@ -142,16 +155,21 @@ def test_marks_without_media_name_the_column_that_would_help(tmp_path):
     with pytest.raises(DataError, match=r"1 image mark for 0 images; the column 'photo' holds images: set "
                                         r"dataset\.image_key=photo"):  # fmt: skip
         opened([{"prompt": "<image>a", "photo": PNG}], tmp_path)
-    with pytest.raises(DataError, match=r"0 images; set dataset\.image_key to their column, or dataset\.on_missing"):
-        opened([{"prompt": "<image>a"}], tmp_path)
+    for kind in ("image", "video"):
+        with pytest.raises(DataError, match=rf"0 {kind}s; set dataset\.{kind}_key to their column, or dataset\.on_m"):
+            opened([{"prompt": f"<{kind}>a"}], tmp_path)
 
 
 def test_marks_without_media_may_be_text(tmp_path, caplog):
-    rows = [{"prompt": "a"}, {"prompt": "what is <image> in SVG?"}, {"prompt": "<image>b", "images": [PNG]}]
+    rows = [{"prompt": "a"}, {"prompt": "what is <image> in SVG?"}, {"prompt": "<image>b", "images": [PNG]},
+            {"prompt": "is <video> like <image> in HTML?"}]  # fmt: skip
     dataset = opened(rows, tmp_path, on_missing="warn")
     assert dataset.task(1).messages == ({"role": "user", "content": "what is <image> in SVG?"},)
     assert len(dataset.task(2).media) == 1
-    assert "1 of 3 prompts have an <image> or <video> that is read as text" in caplog.text
+    for kind, count, row in (("image", 2, 2), ("video", 1, 4)):
+        (message,) = [each for each in caplog.messages if f"have <{kind}> marks" in each]
+        assert message.startswith(f"{count} of 4 prompts") and f"row {row} is the first" in message
+        assert message.endswith(f"set dataset.{kind}_key to the column of the {kind}s")
 
 
 def test_no_truth_where_a_reward_wants_one(tmp_path, caplog):

@@ -200,3 +200,18 @@ def test_the_report_counts_videos_and_shows_their_pads(tmp_path, data):
         and "Images\n  none" in said
     )
     assert "<0.3 seconds><|vision_start|><|video_pad|> × 20<|vision_end|>" in said
+
+
+def test_the_report_counts_images_and_videos_apart(tmp_path, data):
+    def said(rows, **settings):
+        out = io.StringIO()
+        report([RowList(rows, "rows")], DataSettings(**settings), get_encoder("qwen3_vl"), out, cache_dir=tmp_path)
+        return out.getvalue()
+
+    image = Image.fromarray(PIXELS[0][:, :100])
+    both = {"prompt": "<video>or<image>", "videos": data, "images": image}
+    text = said([both, {"prompt": "<video>what", "videos": data}])
+    assert "Images\n  1 in 1 rows" in text and "Videos\n  2 in 2 rows" in text
+    assert "need a vision-language model" not in text, "there is one"
+    text = said([both, {"prompt": "how"}], max_image_side=150, big_images="filter")
+    assert "        1  left out: a video over dataset.max_image_side=150" in text and "an image over" not in text
