@@ -19,7 +19,7 @@ from mtrl.tracking.jsonl import iter_rows
 from mtrl.utils.errors import StartError
 from mtrl.utils.files import short_names
 from mtrl.utils.machine import is_writable
-from mtrl.utils.metric_history import History, history, is_step
+from mtrl.utils.metric_history import History, MetricCurves
 
 METRICS = "metrics.jsonl"
 FORMATS = (".png", ".svg", ".pdf")
@@ -54,14 +54,15 @@ def read_history(path: Path) -> History:
     if not file.is_file():
         problem = f"has no {METRICS}" if path.is_dir() else "is no run: there is no such directory"
         raise StartError(f"{path} {problem}; name the directory of a run, such as outputs/mtrl/zoo")
-    rows = [row for row in iter_rows(file) if is_step(row.get("step"))]
+    curves = MetricCurves()
+    rows = sum(curves.add(row) for row in iter_rows(file))
     with file.open("rb") as lines:
-        damaged = sum(1 for line in lines if line.strip()) - len(rows)
-    metrics = history(rows)
+        damaged = sum(1 for line in lines if line.strip()) - rows
+    metrics = curves.to_history()
     if not metrics:
         raise StartError(f"{file} has no numbers of a step" + (f"; {damaged} lines are damaged" if damaged else " yet"))
     if damaged > 0:
-        log_line(f"{file}: {damaged} of {damaged + len(rows)} lines are damaged and left out")
+        log_line(f"{file}: {damaged} of {damaged + rows} lines are damaged and left out")
     return metrics
 
 

@@ -49,9 +49,7 @@ def write_report(runs: Sequence[RunFolder], out: Path, count: int) -> list[Path]
     """Write the files of the report with `count` responses, and return their paths."""
     page = out / "report.html"
     page.write_text(single_page(collect_report(runs, count)), encoding="utf-8")
-    histories = {
-        run.name: {name: sorted(points.items()) for name, points in run.history.metrics.items()} for run in runs
-    }
+    histories = {run.name: run.history.to_history() for run in runs}
     picture: Path | None = out / "curves.png"
     try:
         draw_runs(out / "curves.png", histories)

@@ -139,7 +139,8 @@ class Trainer:
 
     @property
     def history(self) -> TrainingHistory:
-        """The rows of metrics.jsonl so far, earlier attempts included; of a repeated step, the last row."""
+        """The rows of metrics.jsonl so far, earlier attempts included; of a repeated step, the last row. Each access
+        reads the whole file, so keep the list where it is needed often."""
         return TrainingHistory(read_run_history(self.config))
 
     def train(self) -> Path:

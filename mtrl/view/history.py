@@ -8,7 +8,9 @@ from pathlib import Path
 
 from mtrl.tracking.jsonl import MAX_LINE_BYTES, parse_row, skip_line
 from mtrl.utils.files import is_own_file
-from mtrl.utils.metric_history import MetricCurves
+from mtrl.utils.metric_history import MetricCurve, MetricCurves
+
+MAX_POINTS = 1000  # of a curve on the page, whose charts are narrower
 
 
 class LineTail:
@@ -73,14 +75,10 @@ class MetricTail(MetricCurves):
             if (row is None or not self.add(row)) and line.strip():
                 self.damaged += 1
 
-    def series(self, names: Iterable[str], after: int = -1) -> dict[str, list[Sequence[float]]]:
-        """[steps, values] of each metric, for the steps after `after`."""
-        curves: dict[str, list[Sequence[float]]] = {}
-        for name in names:
-            points = sorted((s, y) for s, y in self.metrics.get(name, {}).items() if s > after)
-            curves[name] = [[s for s, _ in points], [y for _, y in points]]
-        return curves
+    def series(self, names: Iterable[str]) -> dict[str, list[Sequence[float]]]:
+        """[steps, values] of each metric, MAX_POINTS at most: the page asks for all of them after each step."""
+        return {name: [*self.metrics.get(name, MetricCurve()).thin_out(MAX_POINTS)] for name in names}
 
     @property
     def last_step(self) -> int | None:
-        return max((max(points) for points in self.metrics.values() if points), default=None)
+        return max((curve.steps[-1] for curve in self.metrics.values() if curve), default=None)

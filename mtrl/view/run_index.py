@@ -81,7 +81,7 @@ class RunFolder:
                 times.append(file.stat().st_mtime)
         if not times or has_ended(self.path):
             return False
-        seconds = list(self.history.metrics.get("perf/seconds_step", {}).values())[-1:]
+        seconds = [value for _, value in self.history.metrics.get("perf/seconds_step", ())[-1:]]
         return time.time() - max(times) < max([STALE_S, *(3 * s for s in seconds)])
 
     def config(self) -> str | None:
@@ -113,7 +113,7 @@ class RunFolder:
         for step, row in logged:
             for name, value in row.items():
                 if name not in ("step", "epoch") and is_number(value):
-                    self.history.metrics.setdefault(str(name), {})[step] = float(value)
+                    self.history.set(str(name), step, float(value))
         self._has_logged = bool(logged)
         return self._has_logged
 
@@ -132,7 +132,7 @@ class RunFolder:
                 continue
             for name, values in columns.items():
                 if np.isfinite(values).any():
-                    self.history.metrics.setdefault(f"{name}/mean", {})[step] = float(np.nanmean(values))
+                    self.history.set(f"{name}/mean", step, float(np.nanmean(values)))
 
 
 def has_ended(path: Path) -> bool:

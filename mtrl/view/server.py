@@ -136,11 +136,10 @@ class Api:
         return JsonReply({"runs": summaries, "sorted_by": SORTED_BY})
 
     def series(self, request: Request) -> Response:
-        parameters = request.query_params
-        names = [name for name in parameters.get("names", "").split(",") if name]
+        names = [name for name in request.query_params.get("names", "").split(",") if name]
         run = self._find_run(request)
         with run.lock:
-            return JsonReply(run.history.series(names, parse_int(parameters.get("after", "-1"), low=-1)))
+            return JsonReply(run.history.series(names))
 
     def rollouts(self, request: Request) -> Response:
         run, query = self._find_run(request), parse_query(request)
@@ -184,9 +183,9 @@ def get_int(request: Request, name: str) -> int:
     return parse_int(request.query_params.get(name, ""))
 
 
-def parse_int(text: str, low: int = 0) -> int:
+def parse_int(text: str) -> int:
     number = int(text) if len(text) <= 15 else -1
-    if number < low:
+    if number < 0:
         raise ValueError(text)
     return number
 

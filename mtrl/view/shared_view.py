@@ -12,7 +12,6 @@ from mtrl.view.run_index import RunFolder
 
 STEPS = 8  # steps with responses, including the first and the last
 MAPS_BYTES = 4 * 2**20  # limit of the attention maps; later responses come without
-POINTS = 1000  # points of a curve at most
 
 
 def collect_report(runs: Sequence[RunFolder], rollouts: int) -> Json:
@@ -24,22 +23,15 @@ def collect_report(runs: Sequence[RunFolder], rollouts: int) -> Json:
         counts = Counter(one["step"] for one in collected)
         listed = {"steps": sorted(counts), "counts": [counts[step] for step in sorted(counts)]}
         summaries.append(run.summary() | listed | {"live": False, "path": run.name})
-    series = [run.history.series(sorted(run.history.metrics)) for run in runs]
     return {
         "about": {"steps": max(each["last_step"] for each in summaries)},
         "runs": {"runs": summaries, "sorted_by": SORTED_BY},
-        "series": [{name: [*map(thin_out, points)] for name, points in curves.items()} for curves in series],
+        "series": [run.history.series(sorted(run.history.metrics)) for run in runs],
         "rollouts": responses,
         "images": images,
         "maps": collect_maps(runs, responses),
         "config": [run.config() or "" for run in runs],
     }
-
-
-def thin_out(values: Sequence[float]) -> Sequence[float]:
-    """Every n-th value, including the last, POINTS at most."""
-    every = -(-len(values) // POINTS) or 1
-    return values[::-1][::every][::-1]
 
 
 def collect_responses(store: RolloutStore, count: int, images: dict[str, str]) -> list[Json]:

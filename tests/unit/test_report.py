@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -149,20 +150,43 @@ def row(step, attempt=1, **values):
     return {"step": step, "attempt": attempt, "time": 1.0, **{name.replace("__", "/"): x for name, x in values.items()}}
 
 
+def points(rows):
+    return {name: list(curve) for name, curve in history(rows).items()}
+
+
 def test_a_history_leaves_out_undone_steps():
     """Attempt 1 went to step 4; attempt 2 began again after step 2 and was stopped after step 3."""
     rows = [row(0, val__reward_score=0.1), *(row(step, reward__overall=step) for step in (1, 2))]
     rows += [row(2, val__reward_score=0.2), *(row(step, reward__overall=step) for step in (3, 4))]
     rows += [row(4, val__reward_score=0.4), row(3, attempt=2, reward__overall=30)]
-    result = history(rows)
+    result = points(rows)
     assert result == {"val/reward_score": [(0, 0.1), (2, 0.2)], "reward/overall": [(1, 1), (2, 2), (3, 30)]}
-    validated_again = history([*rows, row(3, attempt=3, val__reward_score=0.3)])
+    validated_again = points([*rows, row(3, attempt=3, val__reward_score=0.3)])
     assert validated_again["reward/overall"] == result["reward/overall"], "a validation comes after its step"
 
 
 def test_a_history_takes_numbers_alone():
     odd = {"a": None, "b": "x", "c": True, "d": [1], "e": float("nan"), "f": float("inf"), "g": 10**400, "h": 2}
-    assert history([row(1, **odd), {"h": 5}, row("2", h=3), row(-1, h=3), row(True, h=3)]) == {"h": [(1, 2.0)]}
+    assert points([row(1, **odd), {"h": 5}, row("2", h=3), row(-1, h=3), row(True, h=3)]) == {"h": [(1, 2.0)]}
+
+
+def test_a_history_has_the_steps_in_order_whatever_the_order_of_the_rows():
+    rows = [row(step, h=step / 2) for step in (3, 1, 4, 1, 9, 2, 6)]
+    (curve,) = history([*rows, row(4, h=40.0)]).values()
+    assert list(curve) == [(1, 0.5), (2, 1.0), (3, 1.5), (4, 40.0), (6, 3.0), (9, 4.5)]
+    assert (curve[0], curve[-1], curve[-2:], len(curve)) == ((1, 0.5), (9, 4.5), [(6, 3.0), (9, 4.5)], 6)
+
+
+@pytest.mark.parametrize("steps", [1, 4, 5, 6, 8, 9, 10, 11, 997])
+def test_a_long_curve_is_thinned_out_to_means(steps):
+    (curve,) = history(row(10 * step, h=float(step * step)) for step in range(steps)).values()
+    shown, values = curve.thin_out(5)
+    assert shown == sorted(set(shown)) and len(shown) == len(values) <= 5
+    assert (shown[-1], values[-1]) == (10 * (steps - 1), (steps - 1) ** 2), "the last value is itself"
+    ends = [-1, *(step // 10 for step in shown)]
+    parts = [range(low + 1, high + 1) for low, high in pairwise(ends)]
+    assert sum(map(len, parts)) == steps and len({len(part) for part in parts[:-2]}) <= 1
+    assert values == pytest.approx([sum(step**2 for step in part) / len(part) for part in parts])
 
 
 def test_one_run_shows_training_and_validation_together():

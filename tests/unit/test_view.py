@@ -17,7 +17,7 @@ from view_helpers import fake_run, make_step, metrics_row, opened, recorded, rep
 from mtrl.checkpoint.run_directory import RunDirectory
 from mtrl.commands import view
 from mtrl.utils.errors import StartError
-from mtrl.view.history import MetricTail
+from mtrl.view.history import MAX_POINTS, MetricTail
 from mtrl.view.query import Query, select
 from mtrl.view.run_index import NoRun, open_runs
 
@@ -39,11 +39,28 @@ def test_metrics_follow_a_running_run(tmp_path):
     with file.open("a") as more:
         more.write('empt": 1, "loss": 3.0}\n')
     history.refresh()
-    assert history.series(["loss"], after=2) == {"loss": [[3], [3.0]]} and history.last_step == 3
+    assert history.series(["loss"]) == {"loss": [[1, 2, 3], [1.0, 2.0, 3.0]]} and history.last_step == 3
     with file.open("a") as more:
         more.write(metrics_row(2, attempt=2, loss=9.0))
     history.refresh()
     assert history.series(["loss"]) == {"loss": [[1, 2], [1.0, 9.0]]}, "a second attempt went on from step 1"
+
+
+def test_a_long_run_costs_little_memory_and_few_points_at_each_poll(tmp_path):
+    file, steps = tmp_path / "metrics.jsonl", 5000
+    file.write_text("".join(metrics_row(step, loss=step / 2) for step in range(1, steps + 1)))
+    (run,) = refreshed(tmp_path)
+    curve = run.history.metrics["loss"]
+    assert len(curve) == steps and sum(map(sys.getsizeof, (curve.steps, curve.values))) < 20 * steps
+    with file.open("a") as more:
+        more.write(metrics_row(steps + 1, loss=7.0))
+    before = run.history._tail.offset
+    run.refresh()
+    assert run.history._tail.offset - before == len(metrics_row(steps + 1, loss=7.0)), "only the new row is read"
+    assert run.history.metrics["loss"] is curve and run.summary()["last_step"] == steps + 1
+    shown, values = run.history.series(["loss"])["loss"]
+    assert 800 < len(shown) <= MAX_POINTS and (shown[-1], values[-1]) == (steps + 1, 7.0)
+    assert sum(values) / len(values) == pytest.approx(steps / 4, rel=0.01), "means of all steps"
 
 
 def test_damaged_lines_are_left_out_and_reported(tmp_path):

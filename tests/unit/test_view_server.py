@@ -35,8 +35,8 @@ def client(run):
 def test_it_serves_its_page(client):
     about = client.get("/api/runs").json()["runs"][0]
     assert (about["name"], about["last_step"], about["steps"], about["counts"]) == ("run", 3, [1, 2, 3], [3, 3, 3])
-    assert client.get("/api/series?run=0&names=reward/overall&after=1").json() == {
-        "reward/overall": [[2, 3], [0.2, 0.3]]
+    assert client.get("/api/series?run=0&names=reward/overall").json() == {
+        "reward/overall": [[1, 2, 3], [0.1, 0.2, 0.3]]
     }
     found = client.get("/api/rollouts?run=0&from=2&to=2&sort=reward&order=desc&max_reward=1.2").json()
     assert [row["reward"] for row in found["rows"]] == [1.0, 0.5] and found["total"] == 2

@@ -17,10 +17,10 @@ export async function runs() {
   return report ? report.runs : request("runs", {});
 }
 
-export async function series(run, names, after = -1) {
+export async function series(run, names) {
   if (!names.length) return {};
   if (report) return Object.fromEntries(names.map((name) => [name, report.series[run][name] ?? [[], []]]));
-  return request("series", { run, names: names.join(","), after });
+  return request("series", { run, names: names.join(",") });
 }
 
 export async function rollouts(run, query) {
