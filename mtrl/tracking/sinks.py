@@ -95,6 +95,7 @@ class WandbSink(LibrarySink):
     `wandb sync` uploads it."""
 
     def __init__(self, run: RunInfo) -> None:
+        os.environ.setdefault("WANDB__DISABLE_VIEWER", "true")  # the user's name, only to print it: 10 s more
         import wandb
 
         has_key = os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY") or has_netrc_key()

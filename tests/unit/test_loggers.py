@@ -160,8 +160,12 @@ def test_wandb_without_its_server_is_offline_after_a_short_wait(tmp_path, monkey
     wandb = pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.delenv("WANDB_INIT_TIMEOUT", raising=False)
-    for name, value in (("API_KEY", "a" * 40), ("BASE_URL", "http://127.0.0.1:9"), ("SILENT", "true")):
+    monkeypatch.delenv("WANDB_SILENT", raising=False)
+    for name, value in (("API_KEY", "a" * 40), ("BASE_URL", "http://127.0.0.1:9")):
         monkeypatch.setenv(f"WANDB_{name}", value)
+    wandb.teardown()  # it has read the environment of an earlier test
+    asked = []
+    monkeypatch.setattr("wandb.apis.public.service_api.ServiceApi.authenticate", asked.append)
     init, timeouts = wandb.init, []
 
     def init_quickly(**options):
@@ -175,6 +179,7 @@ def test_wandb_without_its_server_is_offline_after_a_short_wait(tmp_path, monkey
     feed.close()
     (line,) = [record.message for record in caplog.records if record.name.startswith("mtrl.")]
     assert timeouts == [15, 15] and line.startswith("wandb cannot be reached")
+    assert not asked, "the user's name would take up to 10 seconds more"
     (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     assert (
         b"reward/overall" in file.read_bytes()
