@@ -53,16 +53,18 @@ class MetricCurve(Sequence[tuple[int, float]]):
         index = bisect_left(self.steps, begin)
         del self.steps[index:], self.values[index:]
 
-    def thin_out(self, points: int) -> tuple[list[int], list[float]]:
-        """Steps and values, `points` at most: means of equally many steps, each at the last of these, and the last
-        value as it is."""
-        if len(self) <= points:
+    def thin_out(self, width: int) -> tuple[list[int], list[float]]:
+        """Steps and values: the mean of every `width` steps at the last of them, and the last value as it is. Metrics
+        of the same steps stay metrics of the same steps."""
+        if width == 1 or not self:
             return self.steps.tolist(), self.values.tolist()
-        before = len(self) - 1
-        every = -(-before // (points - 1))
-        parts = [self.values[start : min(start + every, before)] for start in range(0, before, every)]
-        ends = [*range(every - 1, before - 1, every), before - 1]
-        return [self.steps[end] for end in [*ends, before]], [*(sum(p) / len(p) for p in parts), self.values[before]]
+        steps, means, start, last = [], [], 0, len(self) - 1
+        while start < last:
+            end = bisect_left(self.steps, (self.steps[start] // width + 1) * width, start, last)
+            steps.append(self.steps[end - 1])
+            means.append(sum(self.values[start:end]) / (end - start))
+            start = end
+        return [*steps, self.steps[last]], [*means, self.values[last]]
 
 
 class MetricCurves:

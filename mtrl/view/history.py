@@ -77,7 +77,9 @@ class MetricTail(MetricCurves):
 
     def series(self, names: Iterable[str]) -> dict[str, list[Sequence[float]]]:
         """[steps, values] of each metric, MAX_POINTS at most: the page asks for all of them after each step."""
-        return {name: [*self.metrics.get(name, MetricCurve()).thin_out(MAX_POINTS)] for name in names}
+        last = self.last_step or 0
+        width = 1 if last < MAX_POINTS else last // (MAX_POINTS - 1) + 1
+        return {name: [*self.metrics.get(name, MetricCurve()).thin_out(width)] for name in names}
 
     @property
     def last_step(self) -> int | None:

@@ -177,16 +177,18 @@ def test_a_history_has_the_steps_in_order_whatever_the_order_of_the_rows():
     assert (curve[0], curve[-1], curve[-2:], len(curve)) == ((1, 0.5), (9, 4.5), [(6, 3.0), (9, 4.5)], 6)
 
 
-@pytest.mark.parametrize("steps", [1, 4, 5, 6, 8, 9, 10, 11, 997])
-def test_a_long_curve_is_thinned_out_to_means(steps):
-    (curve,) = history(row(10 * step, h=float(step * step)) for step in range(steps)).values()
-    shown, values = curve.thin_out(5)
-    assert shown == sorted(set(shown)) and len(shown) == len(values) <= 5
-    assert (shown[-1], values[-1]) == (10 * (steps - 1), (steps - 1) ** 2), "the last value is itself"
-    ends = [-1, *(step // 10 for step in shown)]
-    parts = [range(low + 1, high + 1) for low, high in pairwise(ends)]
-    assert sum(map(len, parts)) == steps and len({len(part) for part in parts[:-2]}) <= 1
+@pytest.mark.parametrize("width", [1, 2, 3, 10, 100])
+def test_a_long_curve_is_thinned_out_to_means(width):
+    rows = [row(step, h=step**2, **({"late": -step} if step > 40 else {})) for step in range(1, 98)]
+    curves = history(rows)
+    shown, values = curves["h"].thin_out(width)
+    assert len(shown) <= 97 // width + 2 and (shown[-1], values[-1]) == (97, 97**2), "the last value is itself"
+    parts = [range(low + 1, high + 1) for low, high in pairwise([0, *shown])]
+    assert {step // width for step in parts[0]} == {1 // width} and sum(map(len, parts)) == 97
     assert values == pytest.approx([sum(step**2 for step in part) / len(part) for part in parts])
+    assert set(curves["late"].thin_out(width)[0]) <= set(shown), "what is drawn together has the same steps"
+    (few,) = history(row(step, v=1.0 * step) for step in (0, 50, 96)).values()
+    assert width > 50 or few.thin_out(width) == ([0, 50, 96], [0, 50, 96]), "validations are rare"
 
 
 def test_one_run_shows_training_and_validation_together():
