@@ -124,6 +124,9 @@ def open_dataset(
         left_out = read_initial_bad_rows(bad_rows_path) if bad_rows_path is not None else set()
     dataset = scan_dataset(data, settings, encoder, left_out=left_out, cache_dir=cache_dir, workers=workers)
     counts = dataset.counts
+    if not counts.total:
+        names = ", ".join(source.name for source in dataset.sources[:3])
+        raise DataError(f"{names} holds no row; a row is an object with the column dataset.prompt_key")
     if dataset.bad_rows and settings.on_bad_row != "skip" and left_out is None:
         raise DataError.from_bad_rows(dataset.bad_rows, counts.total)
     if dataset.late:

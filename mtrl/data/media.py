@@ -113,6 +113,8 @@ def make_medium(value: Any, directory: Path, kind: Kind = "image") -> Medium:
         return Medium(kind, bytes(value))
     if isinstance(value, Image.Image) and kind == "image":
         return Medium(kind, value)
+    if isinstance(value, str) and not value.strip():
+        raise RowError(f"{name} is an empty text; expected a path, bytes, base64 text or {{'bytes': ...}}")
     if isinstance(value, (str, os.PathLike)):
         return Medium(kind, _parse_text(os.fspath(value), directory, name))
     raise RowError(f"{name} is a {type(value).__name__}; expected a path, bytes, base64 text or {{'bytes': ...}}")

@@ -189,13 +189,16 @@ def _read_message(message: Any) -> tuple[str, str]:
 
 def _read_part(part: Any) -> str:
     """Return the text of a part, with a mark for an image or a video."""
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "text" and isinstance(part.get("text"), str):
+    name = part.get("type") if isinstance(part, Mapping) else None
+    if name == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    if kind in MARKS.values():
-        if any(part.get(name) is not None for name in (kind, "path", "url", "bytes")):
-            raise RowError(f"the prompt contains {WITH_ARTICLE[str(kind)]} itself; put it in the column of {kind}s")
-        return f"<{kind}>"
+    for mark, kind in MARKS.items():
+        is_address = name == f"{kind}_url"  # as in OpenAI's chats
+        if is_address or (name == kind and any(part.get(key) is not None for key in (kind, "path", "url", "bytes"))):
+            raise RowError(f"the prompt contains {WITH_ARTICLE[kind]} itself; put it in the column of {kind}s "
+                           f'(dataset.{kind}_key), and {{"type": "{kind}"}} in its place')  # fmt: skip
+        if name == kind:
+            return mark
     raise RowError(f"a part of a message is neither text nor an image or video ({shorten(repr(part))})")
 
 

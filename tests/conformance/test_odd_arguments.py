@@ -32,7 +32,7 @@ ZOO = str(MODEL_DIRECTORY)
         (["eval", ZOO, "--data", "--samples"], "--data: expected one argument"),
         (["eval", ZOO, "--data", "a.jsonl", "--data", "b.jsonl"], "--data: given 2 times, keep one"),
         (["eval", ZOO, "--data=no such file.jsonl"], "no such file.jsonl does not exist"),
-        (["eval", ZOO, "--data", "empty.jsonl"], "none of 0 rows can be used"),
+        (["eval", ZOO, "--data", "empty.jsonl"], "empty.jsonl holds no row"),
         (["attention", "locked"], "locked/config.yaml cannot be used: Permission denied"),
         (["attention", ZOO, "--out", "empty.jsonl"], "cannot be written to empty.jsonl; name a directory"),
         (["attention", ZOO, "--samples=2", "--samples=3"], "--samples: given 2 times"),
