@@ -7,6 +7,7 @@ process. The last line is JSON.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from dataclasses import asdict
 from mtrl.commands.load_arguments import check_call
 from mtrl.compose.run import build, configure
 from mtrl.training.gradient_effect import measure_gradient_effect
+from mtrl.utils.machine import stop_with_parent
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -29,4 +31,6 @@ def run(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # removes the temporary folder
+    stop_with_parent()
     sys.exit(run(sys.argv[1:]))

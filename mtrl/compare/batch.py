@@ -27,10 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from mtrl.utils.errors import StartError
-from mtrl.utils.files import write_file
+from mtrl.utils.files import is_locked, write_file
 from mtrl.utils.machine import STOPS_WITH
 
 EFFECTS_FILE = "manipulation.json"
+LOCK = "run.lock"  # checkpoint/run_directory.py writes it
 POLL_S = 0.2
 LAST_LINES = 5
 # Nobody writes into this pipe: its readers continue when its only writer, this process, has ended.
@@ -70,6 +71,10 @@ class SeedJob:
         }  # fmt: skip
         overrides = [*self.overrides, *(f"{key}={value}" for key, value in keys.items())]
         return [sys.executable, "-m", "mtrl", "train", self.config, *overrides]
+
+    def is_in_use(self) -> bool:
+        """Whether a process still works in the run's directory. Runs of a killed batch finish their step and save."""
+        return is_locked(self.directory / LOCK)
 
     def is_done(self) -> bool:
         """Whether the run has finished; StartError if with other settings."""
@@ -146,7 +151,7 @@ def measure_effect(job: SeedJob, environment: Mapping[str, str]) -> dict[str, fl
         file.parent.mkdir(parents=True, exist_ok=True)
         overrides = [*job.overrides, f"dataset.seed={job.seed}", f"worker.rollout.seed={job.seed}"]
         command = [sys.executable, "-m", "mtrl.commands.gradient_check", job.config, *overrides]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, **stopping_with_us(environment))
         if done.returncode:
             raise StartError(f"{job.arm} cannot start: {' '.join(done.stderr.strip().splitlines()[-LAST_LINES:])}")
         stored = {"origin": origin, "effect": json.loads(done.stdout.strip().splitlines()[-1])}
@@ -162,13 +167,16 @@ def run_batch(
     waiting = [job for job in jobs if not job.is_done()]
     if len(waiting) < len(jobs):
         log(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are done already")
+    for job in waiting:
+        if job.is_in_use():
+            log(f"waiting  {job.name}: another process still uses {job.directory}")
     end = float("inf") if seconds is None else time.monotonic() + seconds
     running: dict[SeedJob, subprocess.Popen[bytes]] = {}
     failed = 0
     try:
         while (waiting or running) and time.monotonic() < end:
-            while waiting and len(running) < max_parallel:
-                job = waiting.pop(0)
+            while len(running) < max_parallel and (job := next((j for j in waiting if not j.is_in_use()), None)):
+                waiting.remove(job)
                 running[job] = start(job, limit_threads(max_parallel))
                 log(f"started  {job.name}")
             for job in [job for job, process in running.items() if process.poll() is not None]:
@@ -188,16 +196,15 @@ def run_batch(
 def start(job: SeedJob, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start a run that saves and stops if this process ends, in whatever way."""
     job.log.parent.mkdir(parents=True, exist_ok=True)
-    lifeline, _ = LIFELINE()
     with job.log.open("ab") as log:
-        return subprocess.Popen(
-            job.command(),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**environment, STOPS_WITH: str(lifeline)},
-            pass_fds=(lifeline,),
-        )
+        return subprocess.Popen(job.command(), stdout=log, stderr=subprocess.STDOUT, **stopping_with_us(environment))
+
+
+def stopping_with_us(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments that start a process which stops when this one has ended (`stop_with_parent`)."""
+    lifeline, _ = LIFELINE()
+    environment = {**environment, STOPS_WITH: str(lifeline)}
+    return {"stdin": subprocess.DEVNULL, "env": environment, "pass_fds": (lifeline,)}
 
 
 def stop(running: Mapping[SeedJob, subprocess.Popen[bytes]]) -> None:

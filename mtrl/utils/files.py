@@ -2,6 +2,7 @@
 whole. Names of paths."""
 
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Sequence
@@ -32,6 +33,18 @@ def is_inside(path: Path, directory: Path) -> bool:
 def is_own_file(path: Path, directory: Path) -> bool:
     """Whether a path is a regular file of a directory: not a pipe, and not a link that leads out of it."""
     return path.is_file() and is_inside(path, directory)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of a file (flock). No if there is no such file, or the system has no locks."""
+    try:
+        with regular_file(path).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def check_regular_files(directory: str | os.PathLike[str]) -> None:

@@ -1,7 +1,9 @@
 """`mtrl compare`: existing runs, and batches that end early, fail and resume. Runs are written by hand here; a real
 batch is at the end, among the slow tests."""
 
+import fcntl
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -215,6 +217,42 @@ batch.run_batch(jobs, 1, None, print)
     process.kill()
     process.wait()
     wait_for(lambda: "saved" in log.read_text(), "save")
+
+
+def test_a_run_that_an_earlier_batch_still_writes_is_waited_for(fake_runs):
+    """A killed batch is started again at once: its runs are saving, and a second process would be refused."""
+    first, second = jobs(fake_runs, "one", "two", seeds=1)
+    first.directory.mkdir(parents=True)
+    said = []
+    with (first.directory / "run.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def log(line):
+            said.append(line)
+            if line == "finished two seed 0":
+                fcntl.flock(lock, fcntl.LOCK_UN)
+
+        assert run_batch([first, second], 1, 60.0, log) == (0, 0)
+    assert said[0].startswith("waiting  one seed 0: another process still uses")
+    assert said[1:] == [f"{what} {name} seed 0" for name in ("two", "one") for what in ("started ", "finished")]
+
+
+@pytest.mark.slow
+def test_the_check_of_a_killed_batch_stops(tmp_path):
+    """It would keep its model in memory beside those of the next batch."""
+    (tmp_path / "never.py").write_text("import time\ndef score(data):\n    time.sleep(600)\n")
+    config = tmp_path / "never.yaml"
+    config.write_text(f"worker: {{reward: {{functions: [{tmp_path / 'never.py'}:score], timeout_s: 900}}}}")
+    script = f"""
+from pathlib import Path
+from mtrl.compare import batch
+batch.measure_effects(batch.plan_jobs({{"never": {str(config)!r}}}, [0], [], Path({str(tmp_path / "out")!r})), 1)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"TMPDIR": str(tmp_path)})
+    wait_for(lambda: list(tmp_path.glob("tmp*/mtrl/*/config.yaml")), "check")
+    process.kill()
+    process.wait()
+    wait_for(lambda: not list(tmp_path.glob("tmp*")), "end of the check, and of its folder")
 
 
 @pytest.mark.parametrize(
