@@ -141,15 +141,15 @@ def has_ended(path: Path) -> bool:
     file = path / LOCK
     if not is_own_file(file, path):
         return False
-    with file.open("rb") as opened:
-        owner = LOCK_OWNER.match(opened.read(500).decode("utf-8", errors="replace"))
-    if owner is None or owner[2] != socket.gethostname():
-        return False
     try:
+        with file.open("rb") as opened:
+            owner = LOCK_OWNER.match(opened.read(500).decode("utf-8", errors="replace"))
+        if owner is None or owner[2] != socket.gethostname():
+            return False
         os.kill(int(owner[1]), 0)  # sends nothing
     except ProcessLookupError:
         return True
-    except OSError:  # a process of another user
+    except OSError:  # a process of another user, or a file that was removed just now
         return False
     return False
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -131,7 +132,8 @@ class Api:
         summaries = []
         for run in self._runs:
             with run.lock:
-                run.refresh()
+                with suppress(OSError):  # a file that was removed just now: the next request does without it
+                    run.refresh()
                 summaries.append(run.summary())
         return JsonReply({"runs": summaries, "sorted_by": SORTED_BY})
 

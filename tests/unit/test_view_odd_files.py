@@ -121,6 +121,18 @@ def test_pipes_do_not_hang_it(tmp_path, name):
     assert seen and seen[0]["steps"] == [1] and any(name.rpartition("/")[2] in text for text in seen[0]["skipped"])
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.lock"])
+def test_a_file_that_is_removed_while_it_is_opened_hides_no_run(tmp_path, monkeypatch, name):
+    """The check whether it is a file comes before that."""
+    runs = [fake_run(tmp_path / each) for each in ("one", "two")]
+    client = asked(*runs)
+    (runs[0] / name).unlink(missing_ok=True)
+    for module in ("history", "run_index"):
+        monkeypatch.setattr(f"mtrl.view.{module}.is_own_file", lambda file, root: True)
+    assert summary(client)["name"] == "one"
+    assert [run["steps"] for run in client.get("/api/runs").json()["runs"]][1] == [1, 2, 3]
+
+
 # ---------------------------------------------------------------------------------------------------------- odd values
 DEEP = '[{"content": ' * 460 + '"x"' + "}]" * 460
 ODD_ROWS = {
