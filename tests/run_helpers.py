@@ -36,6 +36,14 @@ TINY = (
 )
 STEPS = 4
 SETTINGS = (f"training.max_steps={STEPS}", "training.save_freq=2", "training.val_freq=2", "training.save_limit=-1")
+ADAPTERS = (
+    "worker.actor.model.peft_type=lora", "worker.actor.model.lora_rank=4", "worker.actor.optim.lr=1e-3",
+)  # fmt: skip
+# Critic, adapters and replay at once: all that a checkpoint can hold.
+COMBINED = (
+    *ADAPTERS, "optimization.advantage_estimator=gae", "worker.critic.optim.lr=1e-3",
+    "optimization.replay_buffer_size=8",
+)  # fmt: skip
 NOT_COMPARED = ("perf/", "time", "attempt")  # timings, and the number of attempts at a step
 
 
@@ -214,18 +222,32 @@ def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def same_end(run: Path, other: Path, step: int) -> None:
-    """Asserts that both runs ended bitwise equal: weights, optimizer and trainer state, every row of metrics."""
-    ends = [each / "checkpoints" / f"step_{step}" for each in (run, other)]
-    first, second = map(read_tensors, ends)
-    assert first.keys() == second.keys() and len(first) > 50
-    different = [name for name in first if not same_bits(first[name], second[name])]
-    assert not different, f"{len(different)} of {len(first)} tensors differ: {different[:3]}"
-    for name in ("trainer_state.json", "trainer/optimizer.json"):
-        assert (ends[0] / name).read_text() == (ends[1] / name).read_text()
+    """Asserts that both runs ended bitwise equal: every file of their last checkpoint, every row of metrics."""
+    same_checkpoint(*(each / "checkpoints" / f"step_{step}" for each in (run, other)))
     rows, others = read_metrics(run), read_metrics(other)
     assert rows.keys() == others.keys()
     for key, row in rows.items():
         assert row == others[key], f"step {key[0]}"
+
+
+def same_checkpoint(checkpoint: Path, other: Path) -> None:
+    """Asserts that two checkpoints are bitwise equal: weights and optimizer of each learner, trainer state, replay."""
+    first, second = read_tensors(checkpoint), read_tensors(other)
+    assert first.keys() == second.keys() and len(first) > 50
+    different = [name for name in first if not same_bits(first[name], second[name])]
+    assert not different, f"{len(different)} of {len(first)} tensors differ: {different[:3]}"
+    texts, others = (
+        {str(file.relative_to(each)): file.read_text() for file in each.rglob("*.json")} for each in (checkpoint, other)
+    )
+    assert texts == others, "the manifest among them, so all other files, too"
+
+
+def check_combined(run: Path, step: int) -> None:
+    """Asserts that critic, adapters and replay took part in a run of COMBINED."""
+    tensors, rows = read_tensors(run / "checkpoints" / f"step_{step}"), list(read_metrics(run).values())
+    assert any(".lora_B." in name and tensor.any() for name, tensor in tensors.items())
+    assert any(name.startswith("critic/trainer/") for name in tensors)
+    assert sum(row.get("replay/hits", 0) for row in rows) > 0 and any(row.get("critic/grad_norm") for row in rows)
 
 
 def wait_for(condition: Callable[[], object], what: str, seconds: float = 900) -> None:

@@ -39,10 +39,10 @@ def long_run(ledger: Ledger, steps: int, most: float) -> None:
     )  # the memory of one process is measured, so the run cannot resume in another
     command = [sys.executable, "-m", "mtrl", *train_arguments(output, f"training.max_steps={steps}", *EVERYTHING)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with (ledger.directory / "said.txt").open("w") as said:
+    with (ledger.directory / "run.txt").open("w") as said:
         process = subprocess.Popen(command, env=environment, stdout=DEVNULL, stderr=said)
         seen = watched(process, get_run_dir(output) / "metrics.jsonl")
-    assert process.returncode == 0, (ledger.directory / "said.txt").read_text()[-3000:]
+    assert process.returncode == 0, (ledger.directory / "run.txt").read_text()[-3000:]
     early, late = (window(seen, first) for first in (SETTLED, steps - WINDOW))
     growth = late[0] / early[0] - 1
     found = {"steps": steps, "memory_mib": [round(at[0] / 1024) for at in (early, late)], "growth": round(growth, 4)}

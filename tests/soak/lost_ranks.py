@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from helpers import is_alive
-from run_helpers import get_run_dir, same_end, train_arguments
+from run_helpers import COMBINED, check_combined, get_run_dir, same_end, train_arguments
 
 from soak.ledger import Ledger
 from soak.struck_runs import MARK, left_behind
@@ -27,17 +28,19 @@ PATIENCE = 3600.0  # seconds without the moment: then something hangs
 NO_RAY = "Ray does not start on this machine"
 
 
-def lost_ranks(ledger: Ledger, count: int, drivers: int = 1) -> None:
+def lost_ranks(ledger: Ledger, count: int, drivers: int = 1, combined: bool = False) -> None:
     """Kills a rank `count` times at start-up, within a step and during the writing of a checkpoint, and the driver
-    `drivers` times within a step; then compares."""
+    `drivers` times within a step; then compares. `combined`: with critic, adapters and replay."""
     os.environ |= {MARK: str(ledger.directory), "OMP_NUM_THREADS": "1"}
     steps = 2 * (count + drivers) + 2  # no kill waits for more than two
     settings = [
         f"training.max_steps={steps}", "training.save_freq=1", "training.save_limit=2", "training.val_freq=-1",
         "training.val_before_train=false", f"training.n_gpus_per_node={RANKS}", f"training.max_restarts={count}",
+        *(COMBINED if combined else ()),
     ]  # fmt: skip
     whole, struck = ledger.directory / "whole", ledger.directory / "struck"
     if not ledger.get("undisturbed"):
+        shutil.rmtree(whole, ignore_errors=True)  # of a soak that was stopped, which disturbed it
         Driven(whole, settings).completed()
         ledger.record(undisturbed=steps)
     run = Driven(struck, settings)
@@ -55,6 +58,8 @@ def lost_ranks(ledger: Ledger, count: int, drivers: int = 1) -> None:
     finally:
         run.process.kill()
     same_end(get_run_dir(whole), get_run_dir(struck), steps)
+    if combined:
+        check_combined(get_run_dir(struck), steps)
     ledger.record(passed=True)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from interruptions import MOMENTS, strike
-from run_helpers import finish, get_run_dir, same_end, train_arguments
+from run_helpers import ADAPTERS, finish, get_run_dir, same_end, train_arguments
 
 from soak.ledger import Ledger
 
@@ -20,7 +21,7 @@ GRACE = 10.0  # seconds until the processes of a killed run must have ended
 MARK = "MTRL_SOAK"  # environment variable that marks all processes of a run
 
 
-def strikes(ledger: Ledger, count: int, signals: Sequence[signal.Signals]) -> None:
+def strikes(ledger: Ledger, count: int, signals: Sequence[signal.Signals], adapters: bool = False) -> None:
     """`count` strikes in all, by each of the signals in turn; then the comparison."""
     tmp = ledger.directory / "tmp"
     tmp.mkdir(exist_ok=True)
@@ -31,9 +32,11 @@ def strikes(ledger: Ledger, count: int, signals: Sequence[signal.Signals]) -> No
         f"training.max_steps={steps}", "training.save_freq=1", f"training.val_freq={STEPS_PER_STRIKE}",
         "training.save_limit=2", "worker.reward.num_cpus=2", "worker.reward.weights=[1.0,0.2,0.1]",
         f"worker.reward.functions=[accuracy,format,{ROOT}/examples/rewards/look_at_image.py]",
+        *([*ADAPTERS, "worker.actor.model.lora_dropout=0.1"] if adapters else []),
     ]  # fmt: skip
     whole, struck = ledger.directory / "whole", ledger.directory / "struck"
     if not ledger.get("undisturbed"):
+        shutil.rmtree(whole, ignore_errors=True)  # of a soak that was stopped, which disturbed it
         completed(train_arguments(whole, *settings))
         ledger.record(undisturbed=steps)
     command = train_arguments(struck, *settings)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -17,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 
 from interruptions import rows_logged
-from run_helpers import get_run_dir, same_end, train_arguments
+from run_helpers import COMBINED, check_combined, get_run_dir, same_end, train_arguments
 
 from soak.ledger import Ledger
 from soak.struck_runs import MARK, left_behind
@@ -32,9 +33,9 @@ IMPORTED = ("mtrl.cli", "mtrl.commands.train", "mtrl.compose.run", "transformers
 FORK = multiprocessing.get_context("fork")
 
 
-def torchrun_ranks(ledger: Ledger, count: int) -> None:
+def torchrun_ranks(ledger: Ledger, count: int, combined: bool = False) -> None:
     """Kills the first or the second rank `count` times, at start-up, within a step and during the writing of a
-    checkpoint; then compares."""
+    checkpoint; then compares. `combined`: with critic, adapters and replay."""
     os.environ |= {MARK: str(ledger.directory), "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "soak"}
     for module in IMPORTED:
         import_module(module)
@@ -42,9 +43,11 @@ def torchrun_ranks(ledger: Ledger, count: int) -> None:
     settings = [
         f"training.max_steps={steps}", "training.save_freq=1", "training.save_limit=2", "training.val_freq=-1",
         "training.val_before_train=false", f"training.n_gpus_per_node={RANKS}",
+        *(COMBINED if combined else ()),
     ]  # fmt: skip
     whole, struck = ledger.directory / "whole", ledger.directory / "struck"
     if not ledger.get("undisturbed"):
+        shutil.rmtree(whole, ignore_errors=True)  # of a soak that was stopped, which disturbed it
         completed(whole, settings)
         ledger.record(undisturbed=steps)
     for number in range(ledger.get("ranks killed"), count):
@@ -54,6 +57,8 @@ def torchrun_ranks(ledger: Ledger, count: int) -> None:
         print(f"{ledger.directory.name}: {number + 1} of {count}", flush=True)
     completed(struck, settings)
     same_end(get_run_dir(whole), get_run_dir(struck), steps)
+    if combined:
+        check_combined(get_run_dir(struck), steps)
     ledger.record(passed=True)
 
 
