@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -104,25 +104,33 @@ def strike(output: Path, settings: Sequence[str], moment: str, dice: random.Rand
 
 
 def start(output: Path, settings: Sequence[str]) -> list[multiprocessing.context.ForkProcess]:
-    arguments = train_arguments(output, *settings)
+    return fork_ranks(RANKS, output, train_arguments(output, *settings))
+
+
+def fork_ranks(
+    count: int, output: Path, arguments: list[str], main: Callable[[list[str]], int] | None = None
+) -> list[multiprocessing.context.ForkProcess]:
+    """Processes as torchrun starts them, each with `mtrl` and these arguments, or with another function of them."""
     with socket.socket() as found:
         found.bind(("", 0))
         port = found.getsockname()[1]
-    ranks = [FORK.Process(target=be_rank, args=(rank, port, arguments, output)) for rank in range(RANKS)]
+    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [FORK.Process(target=be_rank, args=(rank, shared, arguments, output, main)) for rank in range(count)]
     for rank in ranks:
         rank.start()
     return ranks
 
 
-def be_rank(rank: int, port: int, arguments: list[str], output: Path) -> None:
+def be_rank(
+    rank: int, shared: dict[str, str], arguments: list[str], output: Path, main: Callable[[list[str]], int] | None
+) -> None:
     import mtrl.cli
 
     with (output / "said.txt").open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    sys.exit(mtrl.cli.main(arguments))
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), **shared}
+    sys.exit((main or mtrl.cli.main)(arguments))
 
 
 def said(output: Path) -> str:
