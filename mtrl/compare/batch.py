@@ -175,10 +175,10 @@ def run_batch(
     failed = 0
     try:
         while (waiting or running) and time.monotonic() < end:
-            while len(running) < max_parallel and (job := next((j for j in waiting if not j.is_in_use()), None)):
-                waiting.remove(job)
-                running[job] = start(job, limit_threads(max_parallel))
-                log(f"started  {job.name}")
+            while len(running) < max_parallel and (ready := next((j for j in waiting if not j.is_in_use()), None)):
+                waiting.remove(ready)
+                running[ready] = start(ready, limit_threads(max_parallel))
+                log(f"started  {ready.name}")
             for job in [job for job, process in running.items() if process.poll() is not None]:
                 status = running.pop(job).returncode
                 failed += status != 0

@@ -151,7 +151,7 @@ def media_hint(chat: Chat, unread: Mapping[Kind, str]) -> str:
 
 def place_media(chat: Chat, available: Mapping[str, int]) -> tuple[tuple[dict[str, Any], ...], list[str]]:
     """Return messages with media parts in place of the marks, and the kinds of these parts in order."""
-    marks = [MARKS[mark] for _, text in chat for mark in MARK.findall(text)]
+    marks: list[str] = [MARKS[mark] for _, text in chat for mark in MARK.findall(text)]
     if marks:
         for kind, count in available.items():
             if marks.count(kind) != count:
