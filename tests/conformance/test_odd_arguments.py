@@ -59,6 +59,7 @@ def test_odd_arguments_get_one_clear_line(typed, named, tmp_path, monkeypatch, c
     with bound_by_permissions():
         assert main(typed) == 2
     *before, last = capsys.readouterr().err.strip().splitlines()
+    before = [line for line in before if not line.startswith("checking ")]  # progress, on a slow machine
     assert named in last and len(before) <= 1
 
 
