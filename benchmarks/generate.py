@@ -54,16 +54,16 @@ def contestants() -> dict[str, Callable[[int], int]]:
     """Name -> function that samples a round and returns the number of tokens sampled."""
     from transformers import AutoModelForImageTextToText
 
-    import mtrl.embedded
     from mtrl.embedded.task import make_question
     from mtrl.models.backbone import Backbone
     from mtrl.models.families import load_encoder
     from mtrl.models.load_model import load_model
     from mtrl.rollout.local import LocalGenerator
     from mtrl.types import Sampling
+    from mtrl.utils.embedded_models import MODELS
     from pretraining.evaluation import make_prompts
 
-    path = Path(mtrl.embedded.__file__).parent / "model"
+    path = MODELS["zoo"]
     encoder = load_encoder(path)
     prompts = make_prompts([make_question("test", index) for index in range(PROMPTS)], encoder)
     engine = LocalGenerator(Backbone(load_model(path)), encoder)

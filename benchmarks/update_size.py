@@ -2,7 +2,7 @@
 
     keys="training.max_steps=5 training.save_freq=1 training.save_limit=-1 training.output_dir=sizes dataset.val_files="
     for arm in tgf_20 grpo; do mtrl train study/$arm.yaml $keys dataset.seed=0 worker.rollout.seed=0; done
-    python -m benchmarks.update_size mtrl/embedded/scenes_model sizes/study/tgf_20 sizes/study/grpo
+    python -m benchmarks.update_size embedded/mtrl_embedded/scenes sizes/study/tgf_20 sizes/study/grpo
 
 The first run is the one to match. The norm of an update is the norm of the difference of all weights between two
 checkpoints; the mean over steps is compared. The size of AdamW's updates hardly depends on the size of the gradient, so

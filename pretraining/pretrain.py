@@ -28,7 +28,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mtrl.algorithms.vocab import token_scores
 from mtrl.embedded import scenes
-from mtrl.embedded.embedded_rows import MODELS
 from mtrl.embedded.pictures import CELL
 from mtrl.embedded.scenes import SIDE
 from mtrl.embedded.task import KINDS, TEST_QUESTIONS, VALUES, make_question
@@ -38,6 +37,7 @@ from mtrl.models.layout import continue_positions
 from mtrl.models.load_model import load_model
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
+from mtrl.utils.embedded_models import MODELS
 from pretraining import scene_teacher
 from pretraining.evaluation import evaluate, make_task
 from pretraining.teacher import Demonstration, demonstrations

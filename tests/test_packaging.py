@@ -1,18 +1,28 @@
 """An installation contains every imported library and every file next to the code."""
 
 import ast
+import io
+import os
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
+import zipfile
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from sources import ROOT, SOURCES, nodes, parse
 
+from mtrl.utils.embedded_models import MODELS, NOT_INSTALLED
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+MOST_BYTES = 3_000_000
 DISTRIBUTIONS = {
     "PIL": "pillow",
     "yaml": "pyyaml",
@@ -68,6 +78,62 @@ def test_every_file_next_to_the_code_is_packaged():
     packaged = {path for pattern in patterns for path in (ROOT / "mtrl").glob(pattern)}
     files = {path for path in (ROOT / "mtrl").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     assert files - set(SOURCES.values()) <= packaged
+
+
+def test_every_file_of_the_embedded_models_is_packaged():
+    folder = ROOT / "embedded" / "mtrl_embedded"
+    patterns = tomllib.loads((ROOT / "embedded/pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    packaged = {path for pattern in patterns["mtrl_embedded"] for path in folder.glob(pattern)}
+    files = {path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert files == packaged | {folder / "__init__.py"}
+    assert {path.parent.name for path in files if path.suffix == ".safetensors"} == set(MODELS)
+
+
+def test_the_wheel_stays_small():
+    """It is a compressed archive of the folder: weights belong into a package of their own."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in (ROOT / "mtrl").rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                archive.write(path)
+    assert len(packed.getvalue()) < MOST_BYTES
+
+
+@pytest.mark.slow  # a minute
+def test_the_wheels_are_complete(tmp_path):
+    """Both are built and unpacked. There the package finds its files, and trains once the second is there too."""
+    sources, wheels, site = tmp_path / "sources", tmp_path / "wheels", tmp_path / "site"
+    sources.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, sources)
+    for name in ("mtrl", "embedded"):
+        built = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+        shutil.copytree(ROOT / name, sources / name, ignore=built)
+
+    def install(project: Path) -> Path:
+        build = ["pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), str(project)]
+        subprocess.run([sys.executable, "-m", *build], check=True, capture_output=True)
+        wheel = max(wheels.glob("*.whl"), key=lambda path: path.stat().st_mtime)
+        zipfile.ZipFile(wheel).extractall(site)
+        return wheel
+
+    def mtrl(*words: str) -> subprocess.CompletedProcess[str]:
+        alone = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f)]; "
+        start = f"{alone}sys.path.insert(0, {str(site)!r}); from mtrl.cli import main; sys.exit(main(sys.argv[1:]))"
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        command = [sys.executable, "-c", start, *words]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    assert install(sources).stat().st_size < MOST_BYTES
+    assert "experiments/zoo/dapo.yaml" in mtrl("config", "--list").stdout
+    small = (
+        "training.max_steps=1", "training.val_before_train=false", "training.val_freq=-1",
+        "dataset.rollout_batch_size=2", "worker.actor.global_batch_size=2", "worker.rollout.n=2",
+    )  # fmt: skip
+    missing = mtrl("train", *small)
+    assert missing.returncode == 2 and NOT_INSTALLED in missing.stderr
+    install(sources / "embedded")
+    assert mtrl("train", *small).returncode == 0
 
 
 FREE = {"mtrl", "setuptools", "fastapi"}  # fastapi: vLLM needs an older one

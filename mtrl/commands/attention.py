@@ -33,7 +33,6 @@ from mtrl.compose.policy import build_generator, build_policy, model_path
 from mtrl.compose.task_source import validation_sampler
 from mtrl.config import Config, ConfigError
 from mtrl.config.unsupported import check_supported
-from mtrl.embedded.embedded_rows import MODELS
 from mtrl.models.families import TextEncoder
 from mtrl.models.forward import Forward
 from mtrl.report.attention_page import AttentionSample, DrawnAttention, make_overview, write_report
@@ -41,6 +40,7 @@ from mtrl.report.attention_tables import SHOWN_SEGMENTS
 from mtrl.report.heat_map import ImageAttention
 from mtrl.rewards.choices import chosen_letter
 from mtrl.types import SEGMENTS, VISION_POOL, Needs, Prompt, Rollouts
+from mtrl.utils.embedded_models import MODELS
 from mtrl.utils.errors import StartError
 from mtrl.utils.machine import is_writable
 

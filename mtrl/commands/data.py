@@ -33,7 +33,10 @@ def run(arguments: Sequence[str]) -> int:
     embedded = packaged_config(file)
     config = load_config(embedded, overrides)
     names_model = embedded is not None or config.worker.actor.model.model_path is not None
-    encoder = check_call(build_encoder, config) if names_model and not missing_model_hint(config) else None
+    hint = missing_model_hint(config) if names_model else None
+    if hint:
+        log_line(f"note: prompts are not measured, since {hint}")
+    encoder = check_call(build_encoder, config) if names_model and not hint else None
     sources = check_call(open_data_sources, file, "train")
     return check_call(show, file, sources, make_data_settings(config), encoder)
 

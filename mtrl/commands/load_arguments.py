@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO, TypeVar
 
 from mtrl.config import Config, ConfigError, load_config, take_file
+from mtrl.utils.embedded_models import MODELS
 from mtrl.utils.errors import StartError, explain_os_errors
 from mtrl.utils.terminal import separate_log
 
@@ -116,7 +117,7 @@ def find_run_and_checkpoint(path: str) -> tuple[Path | None, Path]:
 def load_evaluation_config(path: str, overrides: Sequence[str], data: str | None = None) -> Config:
     """The configuration of a run with its newest checkpoint; the settings of an embedded task for its model, given by
     name or path; the defaults for any other checkpoint. `data` replaces the validation data."""
-    from mtrl.embedded.embedded_rows import CONFIG_FILES, MODELS  # here for the same reason
+    from mtrl.embedded.embedded_rows import CONFIG_FILES  # here for the same reason
 
     given = Path(path)
     names = [n for n, folder in MODELS.items() if given.resolve() == folder or (path == n and not given.exists())]

@@ -19,7 +19,6 @@ from mtrl.config import Config, ConfigError
 from mtrl.data.cache import default_cache_dir
 from mtrl.data.hub import check_model_available
 from mtrl.data.templates import read_template
-from mtrl.embedded.embedded_rows import MODELS
 from mtrl.models.activation_checkpointing import enable_activation_checkpointing
 from mtrl.models.adapters import add_adapters, base_path, has_adapters, is_adapter, quantize_base, reset_adapters
 from mtrl.models.backbone import Backbone
@@ -36,6 +35,7 @@ from mtrl.rollout.lifecycle import EngineLifecycle
 from mtrl.training.algorithm_spec import AlgorithmSpec
 from mtrl.training.resume import check_undamaged
 from mtrl.types import VIEWS
+from mtrl.utils.embedded_models import MODELS, NOT_INSTALLED, current_path, is_not_installed
 from mtrl.utils.plugin_registry import Registry
 from mtrl.utils.plugins import PluginError, load_user_object
 from mtrl.utils.terminal import say_at_once
@@ -86,15 +86,12 @@ class LoadedModel:
 def model_path(config: Config) -> str:
     """A directory or hub id, or the directory of an embedded model given by its name (`./scenes` is a folder)."""
     name = config.worker.actor.model.model_path or "zoo"
-    return str(MODELS.get(name, name))
+    return str(MODELS[name]) if name in MODELS else current_path(name)
 
 
 def missing_model_hint(config: Config) -> str | None:
-    """What to do if an embedded model is given by its name but its files are missing."""
-    name = config.worker.actor.model.model_path
-    if name not in MODELS or (MODELS[name] / "config.json").is_file():
-        return None
-    return f"the files of the model {name} are missing; create them: python -m pretraining.pretrain {name}"
+    """What to do if the model is an embedded one whose package is missing."""
+    return NOT_INSTALLED if is_not_installed(model_path(config)) else None
 
 
 def build_encoder(config: Config) -> TextEncoder:

@@ -1,5 +1,5 @@
 """The embedded tasks as data sources, whose rows are generated on demand and never change; and the paths of their
-models and settings."""
+settings."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any, ClassVar
 
 from mtrl.embedded import scenes, task
 from mtrl.embedded.task import Split
+from mtrl.utils.embedded_models import MODELS
 
 HOME = Path(__file__).parent
 SIZES: dict[Split, int] = {"train": 2000, "validation": 200, "test": 1000}
 SCENES_SIZES: dict[Split, int] = {"train": 2000, "validation": 400, "test": scenes.TEST_QUESTIONS}
-MODEL_DIRECTORY = HOME / "model"
+MODEL_DIRECTORY = MODELS["zoo"]
 CONFIG_FILE = HOME / "zoo.yaml"
-MODELS = {"zoo": MODEL_DIRECTORY, "scenes": HOME / "scenes_model"}
-"""The names that `worker.actor.model.model_path` accepts; the default is the first."""
 CONFIG_FILES = {"zoo": CONFIG_FILE, "scenes": HOME / "scenes.yaml"}
 TASK_VERSION = 1  # raise it when the same index gives another question
 

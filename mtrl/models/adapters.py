@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from mtrl.models.checkpoint_files import read_json_object
 from mtrl.models.parallel.fsdp import full_tensor, is_sharded
 from mtrl.models.quantized import four_bit_layers, quantize
+from mtrl.utils.embedded_models import NOT_INSTALLED, current_path, is_not_installed
 
 ADAPTER = "default"  # peft's name for the only adapter of a model
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -219,6 +220,9 @@ def base_path(path: str | Path) -> str:
     base = read_json_object(Path(path, CONFIG)).get(BASE)
     if not isinstance(base, str) or not base:
         raise ValueError(f"{Path(path, CONFIG)} does not say which model its adapters are for ({BASE})")
+    base = current_path(base)
+    if is_not_installed(base):
+        raise ValueError(f"{path} holds adapters of an embedded model; {NOT_INSTALLED}")
     if Path(base).is_absolute() and not Path(base).is_dir():
         raise ValueError(
             f"{path} holds adapters of {base}, which does not exist; put it back, or set {BASE} in {CONFIG}"

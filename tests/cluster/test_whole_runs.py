@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from soak.torchrun_ranks import said, start
 
 from mtrl.cli import main
-from mtrl.embedded.embedded_rows import MODELS
+from mtrl.utils.embedded_models import MODELS
 
 pytestmark = [
     pytest.mark.slow,  # six runs

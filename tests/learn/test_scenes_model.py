@@ -5,13 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from mtrl.embedded.embedded_rows import MODELS
 from mtrl.embedded.scenes import causal_spans, make_question
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder
 from mtrl.models.load_model import load_model
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
+from mtrl.utils.embedded_models import MODELS
 from pretraining.evaluation import CHANCE, grade, make_prompts
 from pretraining.pretrain import CURRICULA
 

@@ -10,7 +10,6 @@ import json
 from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 from transformers.utils import logging
 
-import mtrl.embedded
 from mtrl.embedded.task import HABITS, KINDS, LETTERS, TEST_QUESTIONS, VALUES, make_question
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder
@@ -28,11 +26,12 @@ from mtrl.models.load_model import load_model
 from mtrl.models.perturb import Perturbation
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Needs, Sampling
+from mtrl.utils.embedded_models import MODELS
 from pretraining.evaluation import best_constant, grade, make_prompts, make_task
 
 logging.disable_progress_bar()
 
-MODEL = Path(mtrl.embedded.__file__).parent / "model"
+MODEL = MODELS["zoo"]
 GREEDY = Sampling(temperature=0, max_new_tokens=32)
 SAMPLED = Sampling(n=8, max_new_tokens=32)
 QUICK_QUESTIONS = 80

@@ -12,7 +12,8 @@ from mtrl.compose.algorithm import make_credit_rules
 from mtrl.compose.policy import model_path
 from mtrl.compose.run import configure
 from mtrl.config import ConfigError, take_file
-from mtrl.embedded.embedded_rows import CONFIG_FILE, CONFIG_FILES, MODELS
+from mtrl.embedded.embedded_rows import CONFIG_FILE, CONFIG_FILES
+from mtrl.utils.embedded_models import MODELS
 
 MODEL, DATA = "worker.actor.model.model_path", "dataset.train_files"
 ONE_REWARD = {"worker.reward.functions": ["accuracy"]}  # the weights in zoo.yaml are for two
@@ -60,12 +61,6 @@ def test_the_settings_of_scenes_lie_under_its_model_and_its_data(given):
 )
 def test_with_another_model_or_other_data_they_do_not(given):
     assert configure(None, given)[1] is None
-
-
-def test_a_model_that_has_to_be_made_first(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(MODELS, "scenes", tmp_path / "nowhere")
-    assert cli.main(["train", f"{MODEL}=scenes", f"training.output_dir={tmp_path}"]) == 2
-    assert "create them: python -m pretraining.pretrain scenes" in capsys.readouterr().err
 
 
 def test_a_model_to_evaluate_by_its_name(tmp_path, monkeypatch):
