@@ -1,5 +1,4 @@
-"""The command `mtrl`. The help page of a command is the docstring of its module in `commands/`, which is read from the
-source: importing the module would load torch, and help has to be quick."""
+"""The command `mtrl`. The module of a command is imported when it runs, since most load torch."""
 
 import os
 import signal
@@ -11,13 +10,13 @@ from importlib import import_module
 from types import FrameType
 
 import mtrl
+from mtrl.commands import help_pages
 
 Command = Callable[[Sequence[str]], int]
 
 USER_ERROR = 2
 STOPPED = 130  # exit status that shells report after Ctrl-C
 BROKEN_PIPE = 141  # exit status that shells report after SIGPIPE: nobody reads the output
-MODULES = {"eval": "evaluate"}  # commands whose module has another name
 WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # how torch's threads (libgomp) wait; a user may have set either
 SPINS = "1000"  # libgomp's own number for more threads than processors
 
@@ -25,17 +24,11 @@ SPINS = "1000"  # libgomp's own number for more threads than processors
 def run_command(name: str, arguments: Sequence[str]) -> int:
     if name == "doctor" and "--try" not in arguments:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
-    status: int = import_module(f"mtrl.commands.{MODULES.get(name, name)}").run(arguments)
+    status: int = import_module(f"mtrl.commands.{help_pages.module_name(name)}").run(arguments)
     return status
 
 
-COMMANDS: dict[str, Command] = {
-    name: partial(run_command, name)
-    for name in (
-        "train", "demo", "eval", "data", "prepare", "reward", "attention", "plot", "compare", "view", "report",
-        "export", "doctor", "config", "convert",
-    )
-}  # fmt: skip
+COMMANDS: dict[str, Command] = {name: partial(run_command, name) for name in help_pages.COMMANDS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,7 +103,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     if name == "config" and len(arguments) > 1 and arguments[0] in ("-h", "--help"):
         arguments = ["explain", *arguments[1:]]
     elif "-h" in arguments or "--help" in arguments:
-        print(_help_page(name))
+        print(help_pages.help_page(name))
         return 0
     import logging
 
@@ -162,14 +155,8 @@ def _discard_stdout() -> None:
 
 
 def _overview() -> str:
-    lines = [f"  {name:<9} {_help_page(name).splitlines()[0]}" for name in COMMANDS]
+    lines = [f"  {name:<10} {help_pages.help_page(name).splitlines()[0]}" for name in COMMANDS]
     return "\n".join(["usage: mtrl COMMAND ...  (mtrl COMMAND --help says more)", "", *lines])
-
-
-def _help_page(name: str) -> str:
-    module = os.path.join(os.path.dirname(__file__), "commands", f"{MODULES.get(name, name)}.py")
-    with open(module, encoding="utf-8") as file:
-        return file.read().split('"""')[1].strip()
 
 
 if __name__ == "__main__":
