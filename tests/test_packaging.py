@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from sources import ROOT, SOURCES, nodes, parse
@@ -134,6 +135,25 @@ def test_the_wheels_are_complete(tmp_path):
     assert missing.returncode == 2 and NOT_INSTALLED in missing.stderr
     install(sources / "embedded")
     assert mtrl("train", *small).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_the_images_copy_files_and_install_extras_that_exist(name):
+    """They are linted but not built here (docker/)."""
+    text = (ROOT / "docker" / f"{name}.Dockerfile").read_text()
+    copied = {file for line in re.findall(r"(?m)^COPY (.*) \S+$", text) for file in line.split()}
+    assert {"mtrl", "embedded", "pyproject.toml"} <= copied and all((ROOT / file).exists() for file in copied)
+    assert copied <= set(re.findall(r"(?m)^!(.*)", (ROOT / ".dockerignore").read_text()))
+    (extras,) = re.findall(r"\.\[([\w,]+)\]", text)
+    assert set(extras.split(",")) <= set(PROJECT["project"]["optional-dependencies"])
+    pinned = set(re.findall(r"torch==\S+", text))
+    assert pinned <= set((ROOT / "constraints.txt").read_text().splitlines())
+
+
+def test_the_citation_names_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (PROJECT["project"]["version"], PROJECT["project"]["license"])
+    assert citation["keywords"] == PROJECT["project"]["keywords"]
 
 
 FREE = {"mtrl", "setuptools", "fastapi"}  # fastapi: vLLM needs an older one
