@@ -14,7 +14,7 @@ from sources import ROOT
 
 from mtrl.cli import main
 from mtrl.commands.completion import SCRIPTS, candidates
-from mtrl.commands.help_pages import COMMANDS, module_of
+from mtrl.commands.help_pages import COMMANDS, module_name
 from mtrl.config.tree import known_leaves
 
 SECTIONS = ("dataset.", "training.", "optimization.", "worker.")
@@ -79,7 +79,7 @@ def test_every_key_is_reached_part_by_part():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_that_a_command_reads_is_offered(command):
-    source = (ROOT / "mtrl" / "commands" / f"{module_of(command)}.py").read_text()
+    source = (ROOT / "mtrl" / "commands" / f"{module_name(command)}.py").read_text()
     read = set(re.findall(r'"(--[a-z][a-z-]*)"', source)) - {"--help", "--version", "--line"}
     assert read <= set(candidates(f"mtrl {command} --"))
 
