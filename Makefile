@@ -8,7 +8,7 @@
 #                 and the mutation run
 # make soak       hours: every algorithm switch, kills, mutated input, a thousand steps
 # make lint       ruff and mypy
-# make reference  docs/config-reference.yaml, from the tree of keys
+# make reference  docs/config-reference.yaml from the tree of keys, docs/metrics.md from the entries of the metrics
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -96,6 +96,7 @@ lint: setup
 
 reference: setup
 	$(BIN)/python -m mtrl.config.key_reference > docs/config-reference.yaml
+	$(BIN)/python -m mtrl.report.metrics_page > docs/metrics.md
 
 format: setup
 	$(BIN)/ruff check --fix .
