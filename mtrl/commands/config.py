@@ -1,14 +1,15 @@
-"""Print the resolved configuration, or explain a key.
+"""Print the resolved configuration, or explain a key or a metric.
 
 mtrl config [FILE] [a.b=c ...] [--origin]
-mtrl config explain [KEY]
+mtrl config explain [KEY | METRIC]
 mtrl config --list
 
 FILE is YAML over the defaults: your own, or one of the packaged files that --list prints. It may inherit from others
 (base: grpo.yaml). Overrides are a.b=c, --a.b=c or --a.b c, with values in YAML: null, true, [x, y].
 --origin prints one line per key, with the file and line that the value comes from.
 explain (or --help KEY) prints what a key means and takes, whether a resumed run may change it, and its names in EasyR1,
-verl and TRL; for a section (worker.reward) one line per key, and without a KEY all sections.
+verl and TRL; for a section (worker.reward) one line per key, and without a KEY all sections. For a metric of
+metrics.jsonl (actor/entropy) it prints what it measures, its unit and how to read it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`mtrl config explain`: explains one key, with its names in other projects."""
+"""`mtrl config explain`: explains one key, with its names in other projects, or one metric."""
 
 import pytest
 
@@ -13,6 +13,7 @@ from mtrl.config.foreign_keys import (
     translate_key,
 )
 from mtrl.config.tree import known_leaves, known_sections
+from mtrl.utils.metric_glossary import known_metrics
 
 
 def test_a_key_in_full():
@@ -41,6 +42,23 @@ def test_a_last_name_explains_every_key_that_has_it():
     assert explain("lr") == f"{explain('worker.actor.optim.lr')}\n\n{explain('worker.critic.optim.lr')}"
 
 
+def test_a_metric_in_full():
+    assert explain("response_length/truncated").splitlines() == [
+        "response_length/truncated",
+        "  meaning  share of the responses that were cut at the length limit",
+        "  unit     share",
+        "  reading  Lower is better. Cut responses rarely contain an answer. Raise dataset.max_response_length, add "
+        "the reward `length`, or set optimization.mask_truncated_responses.",
+    ]
+    assert explain("reward/brief").splitlines()[-1] == "  family   reward/{function}"
+
+
+@pytest.mark.parametrize("name, entry", known_metrics().items())
+def test_every_metric_can_be_explained(name, entry):
+    lines = explain(name).splitlines()
+    assert lines[0] == name and lines[1].endswith(f"  {entry.meaning}") and lines[3].endswith(f"  {entry.reading}")
+
+
 @pytest.mark.parametrize("section", sorted(known_sections()))
 def test_a_section_lists_its_keys_in_a_line_each(section):
     keys = [key for key in known_leaves() if key.startswith(f"{section}.")]
@@ -57,9 +75,13 @@ def test_a_section_lists_its_keys_in_a_line_each(section):
         (["explain", "num_generations"], "a key of TRL; here it is worker.rollout.n"),
         (["explain", "dataset.seed", "dataset.shuffle"], "dataset.shuffle: one key at a time"),
         (["--help", "datset.seed"], "did you mean dataset.seed"),
+        (["explain", "actor/entorpy"], "actor/entorpy: unknown metric; did you mean actor/entropy?"),
+        (["explain", "clipfrac"], "clipfrac: unknown key; did you mean actor/clipfrac?"),
+        (["explain", "grad_norm"], "did you mean worker.actor.max_grad_norm or actor/grad_norm or critic/grad_norm?"),
+        (["explain", "mine/weight"], "mine/weight: unknown metric; metrics begin with reward/, response_length/, val/"),
     ],
 )
-def test_an_unknown_key_gets_the_nearest_ones(words, message, capsys):
+def test_an_unknown_name_gets_the_nearest_ones(words, message, capsys):
     assert main(["config", *words]) == 2
     assert message in capsys.readouterr().err
 
