@@ -14,6 +14,7 @@ from pathlib import Path
 from mtrl.tracking.blocks import RECORD_DIR, DamagedRecord
 from mtrl.tracking.jsonl import MAX_LINE_BYTES, parse_json
 from mtrl.utils.files import is_inside, is_own_file, short_names
+from mtrl.utils.metric_glossary import describe_metric
 from mtrl.utils.metric_history import is_number, is_step
 from mtrl.view.foreign_rollouts import JsonlRollouts, ParquetRollouts
 from mtrl.view.history import MetricTail
@@ -34,8 +35,8 @@ class NoRun(ValueError):
 
 
 class RunFolder:
-    """A run to show. Hold `lock` for `refresh`, `summary` and the history. Responses need no lock (see RolloutStore);
-    `sorting` is for queries over many steps, which would otherwise all do the same work."""
+    """A run to show. Hold `lock` for `refresh`, `summary`, `glossary` and the history. Responses need no lock (see
+    RolloutStore); `sorting` is for queries over many steps, which would otherwise all do the same work."""
 
     def __init__(self, name: str, path: Path, kind: str, store: RolloutStore, history: MetricTail) -> None:
         self.name, self.path, self.kind, self.store, self.history = name, path, kind, store, history
@@ -64,6 +65,10 @@ class RunFolder:
             "last_step": max([*list(steps)[-1:], self.history.last_step or 0], default=0),
             "steps": list(steps), "counts": list(steps.values()), "skipped": self.skipped(), "live": self.is_live(),
         }  # fmt: skip
+
+    def glossary(self) -> dict[str, str]:
+        """A line on each metric; empty for those without one, and for names of TRL and verl."""
+        return {name: describe_metric(name) if self.kind == "mtrl" else "" for name in self.history.metrics}
 
     def skipped(self) -> list[str]:
         lines = self.history.damaged

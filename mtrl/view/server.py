@@ -143,6 +143,14 @@ class Api:
         with run.lock:
             return JsonReply(run.history.series(names))
 
+    def glossary(self, request: Request) -> Response:
+        """A line on each metric of the runs."""
+        lines: dict[str, str] = {}
+        for run in self._runs:
+            with run.lock:
+                lines |= run.glossary()
+        return JsonReply(lines)
+
     def rollouts(self, request: Request) -> Response:
         run, query = self._find_run(request), parse_query(request)
         with run.sorting:  # a large run takes long, so other requests must not wait for it
@@ -226,7 +234,9 @@ def make_app(runs: Sequence[RunFolder], host: str = "127.0.0.1", port: int = 0, 
     """The application, for the address that it is served at. Without a token only requests to this machine itself are
     answered."""
     api = Api(runs)
-    handlers = (api.runs, api.series, api.rollouts, api.response, api.group, api.image, api.config, api.maps)
+    handlers = (
+        api.runs, api.series, api.glossary, api.rollouts, api.response, api.group, api.image, api.config, api.maps,
+    )  # fmt: skip
     routes = [Route("/", index), Route("/static/{name}", static_file)]
     routes += [Route(f"/api/{handler.__name__}", handler) for handler in handlers]
     errors: dict[Any, Any] = {

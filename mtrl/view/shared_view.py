@@ -27,6 +27,7 @@ def collect_report(runs: Sequence[RunFolder], rollouts: int) -> Json:
         "about": {"steps": max(each["last_step"] for each in summaries)},
         "runs": {"runs": summaries, "sorted_by": SORTED_BY},
         "series": [run.history.series(sorted(run.history.metrics)) for run in runs],
+        "glossary": {name: line for run in runs for name, line in run.glossary().items()},
         "rollouts": responses,
         "images": images,
         "maps": collect_maps(runs, responses),

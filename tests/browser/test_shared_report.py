@@ -10,6 +10,7 @@ from view_helpers import fake_run, make_step, metrics_row, recorded, replace_tex
 from mtrl.commands import report
 from mtrl.types import AttentionMap
 from mtrl.utils.errors import StartError
+from mtrl.utils.metric_glossary import describe_metric
 from mtrl.view import shared_view as share
 
 expect = pytest.importorskip("playwright.sync_api", reason="pip install playwright, which drives the browser").expect
@@ -24,6 +25,7 @@ def test_a_report_opens_by_itself(page, tmp_path, capsys):
     assert str(tmp_path) not in html.read_text(), "a report names no path of the machine"
     page.goto(f"file://{html}")
     page.wait_for_selector("canvas")
+    assert describe_metric("reward/overall") in page.locator(".chart .title").first.get_attribute("title")
     page.keyboard.press("r")
     page.wait_for_selector(".response .token")
     expect(page.locator(".sample header h2")).to_contain_text("Step 4")

@@ -13,6 +13,7 @@ from view_helpers import fake_run, make_step, metrics_row, recorded, replace_tex
 from mtrl.commands import demo
 from mtrl.embedded.embedded_rows import SIZES
 from mtrl.types import AttentionMap
+from mtrl.utils.metric_glossary import describe_metric
 
 pytest.importorskip("uvicorn", reason="pip install 'mtrl[view]'")
 expect = pytest.importorskip("playwright.sync_api", reason="pip install playwright, which drives the browser").expect
@@ -219,6 +220,24 @@ def test_phases_memory_and_configuration(page, demo_run):
         assert "rollout_batch_size" in page.locator(".config").inner_text()
 
 
+def test_the_pointer_explains_a_metric(page, demo_run):
+    def helps(selector, **options):
+        return page.locator(selector, **options).first.get_attribute("title") or ""
+
+    with served(demo_run) as address:
+        page.goto(address)
+        page.wait_for_selector("canvas")
+        assert helps(".chart .title", has_text="actor/entropy") == f"actor/entropy\n{describe_metric('actor/entropy')}"
+        unexplained = ".chart .title:not([title*='\\a '])"  # a line break
+        assert page.locator(unexplained).count() == 0 < page.locator(".chart .title").count()
+        page.goto(f"{address}#rollouts")
+        page.wait_for_selector(".parts dt")
+        assert helps(".parts dt", has_text="accuracy") == describe_metric("reward/accuracy")
+        page.goto(f"{address}#run")
+        page.wait_for_selector("table tbody tr")
+        assert helps("table td", has_text="update") == describe_metric("perf/seconds_update")
+
+
 def test_it_follows_a_running_run(page, tmp_path):
     """The page polls every two seconds; the test advances its clock."""
     run = fake_run(tmp_path / "run", steps=2)
@@ -317,7 +336,7 @@ def test_texts_that_mean_harm_are_texts(page, tmp_path):
     run = tmp_path / name
     run.mkdir()
     (run / "metrics.jsonl").write_text(
-        metrics_row(1, **{"<img src=x onerror=alert(2)>/loss": 1.0, "reward/overall": 1.0})
+        metrics_row(1, **{"<img src=x onerror=alert(2)>/loss": 1.0, "reward/overall": 1.0, f"reward/{HARM}": 1.0})
     )
     (run / "config.yaml").write_text("</pre><script>alert(4)</script>")
     recorded(run / "record", replace_text(make_step(), HARM, prompt=HARM, name=f"../../{HARM}"))
@@ -325,6 +344,8 @@ def test_texts_that_mean_harm_are_texts(page, tmp_path):
         page.goto(address)
         page.get_by_text("<img src=x onerror=alert(2)>/loss").wait_for()
         assert page.locator(".run").inner_text() == name
+        line = page.locator(".chart .title", has_text="alert('x')").first.get_attribute("title")
+        assert "reward function `<script>alert('x')</script>" in line and "[U+202E]" in line and "\u202e" not in line
         page.goto(f"{address}#rollouts")
         page.wait_for_selector(".list li .head")
         head = page.locator(".list .head").first.inner_text()

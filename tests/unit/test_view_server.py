@@ -7,15 +7,17 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from view_helpers import fake_run, served
+from view_helpers import fake_run, metrics_row, served
 
 pytest.importorskip("starlette", reason="pip install 'mtrl[view]'")
 from starlette.testclient import TestClient
 
 from mtrl.commands.view import page_address
+from mtrl.utils.metric_glossary import find_metric
 from mtrl.view import html_page as page
 from mtrl.view.run_index import open_runs
 from mtrl.view.server import allowed_hosts, is_loopback, make_app
+from mtrl.view.shared_view import collect_report
 
 HOST = "127.0.0.1:6060"
 
@@ -47,6 +49,21 @@ def test_it_serves_its_page(client):
     image = client.get("/api/image", params={"run": 0, "step": 2, "key": one["prompt"]["images"][0]})
     assert image.headers["content-type"] == "image/png" and image.content.startswith(b"\x89PNG")
     assert "seed: 7" in client.get("/api/config?run=0").text
+
+
+def test_a_line_on_every_metric(tmp_path):
+    """Of our runs; a name of TRL or verl may mean something else there."""
+    (tmp_path / "ours").mkdir()
+    row = metrics_row(1, **{"actor/entropy": 1.0, "val/by_kind/<b>": 0.5, "mine/weight": 2.0})
+    (tmp_path / "ours/metrics.jsonl").write_text(row)
+    (tmp_path / "1.jsonl").write_text('{"input": "2 + 2?", "output": "4", "score": 1, "step": 1}\n')
+    runs = open_runs([tmp_path / "ours", tmp_path / "1.jsonl"])
+    client = TestClient(make_app(runs, "127.0.0.1", 6060), base_url=f"http://{HOST}")
+    client.get("/api/runs")
+    lines = client.get("/api/glossary").json()
+    assert lines["actor/entropy"] == find_metric("actor/entropy").line and "`<b>`" in lines["val/by_kind/<b>"]
+    assert lines["mine/weight"] == lines["reward/mean"] == ""
+    assert collect_report(runs, 0)["glossary"] == lines
 
 
 def test_every_module_is_served_and_named(client):

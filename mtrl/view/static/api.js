@@ -23,6 +23,11 @@ export async function series(run, names) {
   return request("series", { run, names: names.join(",") });
 }
 
+/** A line on each metric of the runs, by name; empty if there is none. */
+export async function glossary() {
+  return report ? report.glossary : request("glossary", {});
+}
+
 export async function rollouts(run, query) {
   return report ? select(report.rollouts[run], query) : request("rollouts", { run, ...query });
 }

@@ -31,14 +31,14 @@ export function ticks(low, high, count) {
 }
 
 export class Chart {
-  /** lines: [{name, colour, steps, values, dashed}]; options: {smooth, bounds, height, stacked, format} */
+  /** lines: [{name, colour, steps, values, dashed}]; options: {smooth, bounds, height, stacked, format, help} */
   constructor(title, options = {}) {
     this.options = { height: 190, smooth: 0, format: number, ...options };
     this.lines = [];
     this.canvas = h("canvas", { style: { height: `${this.options.height}px` } });
     this.tip = h("div", { class: "chart-tip", hidden: true });
     this.latest = h("span", { class: "latest" });
-    this.node = h("figure", { class: "chart" }, h("figcaption", {}, h("span", { class: "title", title }, title), this.latest), h("div", { class: "plot" }, this.canvas, this.tip));
+    this.node = h("figure", { class: "chart" }, h("figcaption", {}, h("span", { class: "title", title: [title, this.options.help].filter(Boolean).join("\n") }, title), this.latest), h("div", { class: "plot" }, this.canvas, this.tip));
     this.canvas.addEventListener("pointermove", (event) => this.hover(event));
     this.canvas.addEventListener("pointerleave", () => setHovered(null));
     this.isVisible = false;

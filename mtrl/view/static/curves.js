@@ -3,7 +3,7 @@
 import * as api from "mtrl/api";
 import { Chart } from "mtrl/chart";
 import { debounced, fill, h, plural, shortNames } from "mtrl/dom";
-import { hidden, live, runColour, set, state } from "mtrl/state";
+import { hidden, live, meaning, runColour, set, state } from "mtrl/state";
 
 const USUAL = ["reward/overall", "reward/success_rate", "val/avg@", "val/reward_score", "response_length/mean", "actor/entropy", "reward/mean", "tokens/mean", "reward", "completions/mean_length", "entropy"];
 const RATES = ["reward/success_rate", "reward/accuracy", "val/reward/accuracy", "val/avg@", "val/pass@", "val/by_"];
@@ -65,7 +65,7 @@ export class Curves {
   section(title, names) {
     const key = (name) => `${title} ${name}`;
     const charts = names.map((name) => {
-      const chart = new Chart(name, { bounds: RATES.some((start) => name.startsWith(start)) ? [0, 1] : null });
+      const chart = new Chart(name, { help: meaning(name), bounds: RATES.some((start) => name.startsWith(start)) ? [0, 1] : null });
       chart.metric = name;
       this.charts.set(key(name), chart);
       return chart.node;

@@ -33,6 +33,7 @@ export function h(tag, attributes = {}, ...children) {
     else if (name === "style") Object.assign(node.style, value);
     else if (name === "dataset") Object.assign(node.dataset, value);
     else if (name === "value") node.value = value;
+    else if (name === "title") node.title = visible(value);
     else node.setAttribute(name, value === true && !name.startsWith("aria-") ? "" : value);
   }
   append(node, children);

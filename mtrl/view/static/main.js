@@ -69,7 +69,10 @@ function showRuns() {
 let lastRuns = "";
 async function poll() {
   try {
-    live.runs = (await api.runs()).runs;
+    const found = (await api.runs()).runs;
+    const isKnown = (metric) => Object.hasOwn(live.glossary, metric);
+    if (!found.every((run) => run.metrics.every(isKnown))) live.glossary = await api.glossary();
+    live.runs = found;
     live.error = "";
     const runs = JSON.stringify(live.runs);
     const first = !lastRuns;

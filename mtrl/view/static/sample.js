@@ -5,7 +5,7 @@ import { fill, h, number, plural, visible } from "mtrl/dom";
 import { clearAttention, drawAttention, getMaps } from "mtrl/attention";
 import { allHeats, extraHeats, heatValues, listHeats, makeLegend, makeScale, paint } from "mtrl/heat";
 import { verdict } from "mtrl/rollouts";
-import { colour, hidden, live, runColours, set, state } from "mtrl/state";
+import { colour, hidden, live, meaning, runColours, set, state } from "mtrl/state";
 
 const NUMBERS = [
   ["dependency", "S"], ["entropy", "entropy"], ["weight", "weight"], ["mask", "kept"], ["trained", "trained on"], ["advantage", "advantage"], ["group_advantage", "before weights"],
@@ -263,7 +263,7 @@ export class Sample {
   reward(one) {
     const parts = Object.entries(one.parts);
     const most = Math.max(1, ...parts.map(([, value]) => Math.abs(value ?? 0)));
-    const line = ([name, value]) => [h("dt", {}, name), h("dd", {}, h("span", { class: "meter" }, h("i", { class: value < 0 ? "minus" : "", style: { width: `${(Math.abs(value ?? 0) / most) * 100}%` } })), h("b", {}, number(value)))];
+    const line = ([name, value]) => [h("dt", { title: meaning(`reward/${name}`) }, name), h("dd", {}, h("span", { class: "meter" }, h("i", { class: value < 0 ? "minus" : "", style: { width: `${(Math.abs(value ?? 0) / most) * 100}%` } })), h("b", {}, number(value)))];
     return h("section", { class: "card" }, h("h3", {}, "Reward"), h("p", { class: `total ${verdict(one)}` }, number(one.reward), one.failed ? h("small", {}, " the reward function failed") : null), parts.length ? h("dl", { class: "parts" }, parts.map(line)) : null);
   }
 

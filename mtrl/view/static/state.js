@@ -7,8 +7,11 @@ export const defaults = {
 };
 
 export const state = { ...defaults };
-export const live = { runs: [], error: "" }; // the last reply of the server about the runs
+export const live = { runs: [], error: "", glossary: {} }; // the last replies of the server about the runs
 const listeners = new Set();
+
+/** What a metric means, or null if there is no line on it. */
+export const meaning = (metric) => (Object.hasOwn(live.glossary, metric) && live.glossary[metric]) || null;
 
 export function onChange(listener) {
   listeners.add(listener);

@@ -3,7 +3,7 @@
 import * as api from "mtrl/api";
 import { Chart } from "mtrl/chart";
 import { fill, h, number, seconds } from "mtrl/dom";
-import { live, runColours, set, state, colour } from "mtrl/state";
+import { live, meaning, runColours, set, state, colour } from "mtrl/state";
 
 const SECONDS = "perf/seconds_";
 const MEMORY = "perf/peak_gb_";
@@ -56,8 +56,8 @@ export class RunPage {
     const whole = mean(`${SECONDS}step`);
     const rows = phases.map((name, index) => [ink(index), name.slice(SECONDS.length), mean(name), mean(MEMORY + name.slice(SECONDS.length))]).sort((a, b) => b[2] - a[2]);
     fill(this.table, h("h3", {}, "Average step"), h("table", {}, h("thead", {}, h("tr", {}, ["phase", "seconds", "share", "peak GB"].map((name) => h("th", {}, name)))), h("tbody", {},
-      rows.map(([paint, name, time, peak]) => h("tr", {}, h("td", {}, h("i", { class: "dot", style: { background: paint } }), name), h("td", {}, seconds(time)), h("td", {}, whole ? h("span", { class: "meter" }, h("i", { style: { width: `${(100 * time) / whole}%`, background: paint } })) : "", whole ? time / whole < 0.01 ? " < 1%" : ` ${Math.round((100 * time) / whole)}%` : ""), h("td", {}, number(peak)))),
-      h("tr", { class: "sum" }, h("td", {}, "whole step"), h("td", {}, seconds(whole)), h("td", {}, `${number(mean("perf/tokens_per_second"))} tokens/s`), h("td", {})))));
+      rows.map(([paint, name, time, peak]) => h("tr", {}, h("td", { title: meaning(SECONDS + name) }, h("i", { class: "dot", style: { background: paint } }), name), h("td", {}, seconds(time)), h("td", {}, whole ? h("span", { class: "meter" }, h("i", { style: { width: `${(100 * time) / whole}%`, background: paint } })) : "", whole ? time / whole < 0.01 ? " < 1%" : ` ${Math.round((100 * time) / whole)}%` : ""), h("td", { title: meaning(MEMORY + name) }, number(peak)))),
+      h("tr", { class: "sum" }, h("td", { title: meaning(`${SECONDS}step`) }, "whole step"), h("td", {}, seconds(whole)), h("td", { title: meaning("perf/tokens_per_second") }, `${number(mean("perf/tokens_per_second"))} tokens/s`), h("td", {})))));
     this.table.hidden = !phases.length;
   }
 }
