@@ -11,7 +11,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported:
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
-from metric_watch import watch_runs  # noqa: E402
 from pairwise import pytest_addoption, pytest_collection_modifyitems, pytest_configure  # noqa: E402, F401
 
 torch.set_num_threads(1)
@@ -24,7 +23,9 @@ settings.load_profile("mtrl")
 def pytest_collection_finish():
     """Watches the metrics of all runs, and freezes the objects imported so far: later garbage collections need not scan
     them."""
-    if "mtrl.compose.run" in sys.modules:  # otherwise no test builds a run, or one that does is selected alone
+    if "mtrl.compose.run" in sys.modules:  # in the whole suite it is; a few tests alone may need none of it
+        from metric_watch import watch_runs
+
         watch_runs(sys.modules["mtrl.compose.run"])
     if "transformers" in sys.modules:
         # It formats every configuration that it reads for a log line that nobody sees: a third of a tiny run's time.
