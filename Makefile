@@ -9,15 +9,17 @@
 # make soak       hours: every algorithm switch, kills, mutated input, a thousand steps
 # make lint       ruff and mypy
 # make reference  docs/config-reference.yaml from the tree of keys, docs/metrics.md from the entries of the metrics
+# make docs       the documentation site, in build/site; a broken link is an error
 
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+DOCS_INSTALLED := .venv/.installed-docs
 VLLM_BIN := .venv-vllm/bin
 VLLM_INSTALLED := .venv-vllm/.installed
 
 .PHONY: setup browser demo demo-cluster test test-kernels test-cluster test-browser test-lanes setup-vllm test-vllm \
-	test-all soak lint format reference
+	test-all soak lint format reference docs
 
 setup: $(INSTALLED)
 
@@ -93,6 +95,14 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Apart from setup: only the site needs its 110 MB.
+$(DOCS_INSTALLED): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+docs: $(DOCS_INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 reference: setup
 	$(BIN)/python -m mtrl.config.key_reference > docs/config-reference.yaml
