@@ -267,9 +267,9 @@ class Needs:
     """The signals that are read, by their names in `Signals`. Only these are computed. `custom` are the users' classes
     that measure those in `Signals.extra`.
 
-    >>> needs = Needs("old_logprobs") | Needs("dependency")
-    >>> "dependency" in needs, needs.views, bool(needs.without("old_logprobs", "dependency"))
-    (True, 2, False)
+        >>> needs = Needs("old_logprobs") | Needs("dependency")
+        >>> "dependency" in needs, needs.views, bool(needs.without("old_logprobs", "dependency"))
+        (True, 2, False)
     """
 
     names: frozenset[str]

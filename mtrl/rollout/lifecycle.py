@@ -9,18 +9,20 @@ from mtrl.types import Prompt, Rollouts, Sampling, Weights
 
 
 class EngineLifecycle:
-    """Base of engines: implements `resident` by `wake` and `sleep`. A new engine is asleep.
+    """Base of engines: implements `resident` by `wake` and `sleep`.
 
-    >>> class Engine(EngineLifecycle):
-    ...     def wake(self): print("wakes")
-    ...     def sleep(self): print("sleeps")
-    >>> engine = Engine()
-    >>> with engine.resident():
-    ...     with engine.resident():  # no effect
-    ...         print("samples")
-    wakes
-    samples
-    sleeps
+    A new engine is asleep.
+
+        >>> class Engine(EngineLifecycle):
+        ...     def wake(self): print("wakes")
+        ...     def sleep(self): print("sleeps")
+        >>> engine = Engine()
+        >>> with engine.resident():
+        ...     with engine.resident():  # no effect
+        ...         print("samples")
+        wakes
+        samples
+        sleeps
     """
 
     colocated = True  # False: it has its own devices, and samples while others compute

@@ -74,15 +74,15 @@ class TrainingHistory(list[dict[str, Any]]):
 
 class Trainer:
     """
-    trainer = mtrl.Trainer(
-        "Qwen/Qwen2.5-VL-3B-Instruct",
-        "train.jsonl",                           # or rows: [{"prompt": .., "images": [..], "answer": ..}, ..]
-        ["accuracy", "format"],                  # built-ins, "file.py:name", Python functions; one, or a list
-        val_data="test.jsonl",
-        max_steps=100, lr=2e-6, n=8,             # any key by its last name, or **{"a.b": value}
-    )
-    trainer.train()
-    trainer.save("my_model")
+        trainer = mtrl.Trainer(
+            "Qwen/Qwen2.5-VL-3B-Instruct",
+            "train.jsonl",                           # or rows: [{"prompt": .., "images": [..], "answer": ..}, ..]
+            ["accuracy", "format"],                  # built-ins, "file.py:name", Python functions; one, or a list
+            val_data="test.jsonl",
+            max_steps=100, lr=2e-6, n=8,             # any key by its last name, or **{"a.b": value}
+        )
+        trainer.train()
+        trainer.save("my_model")
 
     A trainer is one run with its own `directory`: train() resumes where the run of that name stopped. Without a model
     and data it trains the embedded model on the embedded task. `data` and `val_data` are a path, a hub id, rows or a
