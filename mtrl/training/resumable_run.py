@@ -73,7 +73,7 @@ class Run:
 
     def _report_saved(self) -> None:
         name = self.config.training.experiment_name  # needed to resume: `mtrl demo` chooses a new one each time
-        resume = f"the same command resumes from there, with training.experiment_name={name}"
+        resume = f"the same command (in Python train()) resumes from there, with training.experiment_name={name}"
         say_at_once(f"saved after step {self.loop.done} in {self.directory}; {resume}")
 
 

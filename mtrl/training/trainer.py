@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from mtrl.checkpoint.run_directory import set_aside
 from mtrl.compose.policy import LoadedModel, save_checkpoint
@@ -29,6 +30,7 @@ from mtrl.protocols import Tracker
 from mtrl.training.resumable_run import Run, train_with_restarts
 from mtrl.training.trainer_arguments import (
     GIVEN_ROWS,
+    callers_names,
     checked_callbacks,
     checked_data,
     checked_model,
@@ -46,22 +48,11 @@ from mtrl.utils.errors import Finished
 REWARD_KEYS = ("reward_fn_path", "weights", "early_weights", "weight_schedule")
 
 logger = logging.getLogger(__name__)
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def is_validation(row: Mapping[str, Any]) -> bool:
-    return "perf/seconds_step" not in row
-
-
-class TrainingHistory(list[dict[str, Any]]):
-    """The rows of metrics.jsonl: one per step, one per validation. `steps` and `validations` are those of one kind."""
-
-    @property
-    def steps(self) -> TrainingHistory:
-        return TrainingHistory(row for row in self if not is_validation(row))
-
-    @property
-    def validations(self) -> TrainingHistory:
-        return TrainingHistory(row for row in self if is_validation(row))
+class MetricRows(list[dict[str, Any]]):
+    """Rows of metrics.jsonl."""
 
     def to_pandas(self) -> Any:
         """A DataFrame with one column per metric; missing values are NaN."""
@@ -70,6 +61,25 @@ class TrainingHistory(list[dict[str, Any]]):
         except ImportError as error:
             raise ImportError("to_pandas() needs pandas: pip install pandas") from error
         return pandas.DataFrame(self)
+
+
+class TrainingHistory(MetricRows):
+    """The rows of the training steps; those of the validations are apart, in `validations`."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
+        super().__init__(row for row in rows if "perf/seconds_step" in row)
+        self.validations = MetricRows(row for row in rows if "perf/seconds_step" not in row)
+
+
+def in_callers_words(method: Method) -> Method:
+    """Errors name a key as the caller wrote it, too: `lr (worker.actor.optim.lr): ..`."""
+
+    @wraps(method)
+    def wrapped(self: Trainer, *arguments: Any, **options: Any) -> Any:
+        with short_names_in_errors(self._names):
+            return method(self, *arguments, **options)
+
+    return cast(Method, wrapped)
 
 
 class Trainer:
@@ -107,6 +117,7 @@ class Trainer:
     ) -> None:
         file, below = file_and_keys(config)
         settings = full_keys(keys)
+        self._names = callers_names(keys)
         if model is not None:
             put(settings, "model", "worker.actor.model.model_path", checked_model(model))
         self._rows = _data(settings, "data", "dataset.train_files", data)
@@ -116,10 +127,10 @@ class Trainer:
             put(settings, "rewards", "worker.reward.functions", tuple(map(name_in_config, self._rewards)))
             settings = {f"worker.reward.{name}": None for name in REWARD_KEYS} | settings
         self._callbacks = checked_callbacks(callbacks)
-        with short_names_in_errors(keys):
+        with short_names_in_errors(self._names):
             self.config, self._embedded = configure(file, over(below, settings))
-        check_config(self.config)
-        check_python_objects_given(self.config, self._rows, self._val_rows, self._rewards)
+            check_config(self.config)
+            check_python_objects_given(self.config, self._rows, self._val_rows, self._rewards)
         for warning in find_warnings(self.config):
             logger.warning("%s", warning)
         self._loaded: LoadedModel | None = None
@@ -132,21 +143,25 @@ class Trainer:
         return run_directory(self.config)
 
     @property
+    @in_callers_words
     def model(self) -> Any:
         """The transformers model with the run's current weights (before training: those it will start or resume with).
         It is loaded on first access and stays the same object."""
         return self._open().model
 
     @property
+    @in_callers_words
     def history(self) -> TrainingHistory:
-        """The rows of metrics.jsonl so far, earlier attempts included; of a repeated step, the last row. Each access
-        reads the whole file, so keep the list where it is needed often."""
+        """The rows of metrics.jsonl so far, one per training step; `history.validations` are those of the validations.
+        Earlier attempts are included; of a repeated step, it is the last row. Each access reads the whole file, so keep
+        the list where it is needed often."""
         return TrainingHistory(read_run_history(self.config))
 
     def train(self) -> Path:
         """Train to the end, resuming where the run stopped; a finished run is only reported. Returns its directory."""
         try:
-            return train_with_restarts(self.config, self._begin).directory
+            with short_names_in_errors(self._names):
+                return train_with_restarts(self.config, self._begin).directory
         except Finished as finished:
             logger.warning("%s", finished)
             return finished.directory
@@ -166,6 +181,7 @@ class Trainer:
         self._loaded = run.loaded
         return run
 
+    @in_callers_words
     def evaluate(self, val_data: Rows | Path | None = None) -> dict[str, float]:
         """Validate the current weights, on the trainer's `val_data` or the given data. Returns the metrics of a
         validation; nothing is written."""
@@ -173,6 +189,7 @@ class Trainer:
         self.model.eval()
         return to_metrics_row(evaluate(self.config, val_data=rows, rewards=self._rewards, loaded=self._open()))
 
+    @in_callers_words
     def save(self, path: str | Path) -> Path:
         """Write the current weights and tokenizer as a checkpoint for from_pretrained. Replaces an earlier checkpoint
         at that path and refuses anything else."""

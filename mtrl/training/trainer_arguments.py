@@ -18,6 +18,7 @@ from mtrl.config.tree import known_leaves, known_sections
 from mtrl.config.yaml_io import YamlFile
 from mtrl.data.arrow import is_dataset
 from mtrl.protocols import Tracker
+from mtrl.utils.errors import Finished, RunError, StartError
 
 GIVEN_ROWS = f"{PYTHON_PREFIX}rows"  # stands for rows and datasets in a configuration
 
@@ -32,6 +33,15 @@ SHORT_NAMES = {
     "temperature": ("worker.rollout.temperature",),
     "seed": ("dataset.seed", "worker.rollout.seed"),
 }
+
+# Keys that arguments of the trainer set, and those that messages advise to set.
+ARGUMENTS = {
+    "worker.actor.model.model_path": "model",
+    "dataset.train_files": "data",
+    "dataset.val_files": "val_data",
+    "worker.reward.functions": "rewards",
+}
+ADVISED = ("experiment_name", "max_steps", "output_dir")
 
 # Arguments of TRL's trainer that have another name here.
 TRL_NAMES = {
@@ -57,19 +67,29 @@ def full_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
+def callers_names(keys: Mapping[str, Any]) -> dict[str, str]:
+    """What the caller calls a key, by its full name: its short name if one was written or messages advise to set it,
+    or an argument of the trainer."""
+    short = {full: name for name in (*ADVISED, *keys) for full in config_keys(name) if full != name}
+    return ARGUMENTS | short
+
+
 @contextmanager
-def short_names_in_errors(keys: Mapping[str, Any]) -> Iterator[None]:
-    """Errors of the configuration name a key as the caller wrote it, too: `lr (worker.actor.optim.lr): ..`."""
+def short_names_in_errors(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors name a key as the caller wrote it, too: `lr (worker.actor.optim.lr): ..`."""
     try:
         yield
-    except ConfigError as error:
-        short = {full: name for name in keys for full in config_keys(name) if full != name}
-        raise ConfigError([add_short_names(each, short) for each in error.errors]) from error
+    except (ConfigError, StartError, RunError, Finished) as error:
+        error.args = tuple(add_short_names(str(each), names) for each in error.args)
+        if isinstance(error, ConfigError):
+            error.errors = [add_short_names(each, names) for each in error.errors]
+        raise
 
 
-def add_short_names(text: str, short: Mapping[str, str]) -> str:
-    for full, name in short.items():
-        text = re.sub(rf"(?<![\w.]){re.escape(full)}(?![\w.])", f"{name} ({full})", text)
+def add_short_names(text: str, names: Mapping[str, str]) -> str:
+    for full, name in names.items():
+        already = rf"(?<!{re.escape(name)} \()"
+        text = re.sub(rf"{already}(?<![\w.]){re.escape(full)}(?![\w.])", f"{name} ({full})", text)
     return text
 
 

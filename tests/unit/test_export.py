@@ -180,7 +180,7 @@ def test_the_card_describes_the_run(trainer, exported):
     _, head, text = card.split("---\n", 2)
     assert yaml.safe_load(head)["pipeline_tag"] == "image-text-to-text" and "grpo" in yaml.safe_load(head)["tags"]
     assert "base_model" not in head, "the embedded model is on no hub"
-    score = [row["val/reward_score"] for row in trainer.history if "val/reward_score" in row]
+    score = [row["val/reward_score"] for row in trainer.history.validations]
     (line,) = [line for line in text.splitlines() if line.startswith("| reward_score |")]
     assert line == f"| reward_score | {score[0]:.4g} | {score[-1]:.4g} |"
     assert "![" in text and (exported / "curve.png").stat().st_size > 5_000

@@ -99,7 +99,7 @@ def test_other_last_names():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"max_step": 3}, "did you mean training.max_steps"),
+        ({"max_step": 3}, "did you mean max_steps (training.max_steps)?"),
         ({"learning_rate": 1e-6}, "worker.actor.optim.lr"),
         ({"num_generations": 8}, "worker.rollout.n"),
         ({"max_steps": "ten"}, "max_steps (training.max_steps): expected a whole number"),

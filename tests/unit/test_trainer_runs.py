@@ -65,24 +65,24 @@ def test_the_model_is_one_object_that_learns(trained):
     assert said.shape[1] > 3, "plain transformers can use it"
 
 
-def test_history_is_metrics_jsonl(trained):
+def all_rows(trainer):
+    return read_rows(trainer.directory / "metrics.jsonl")
+
+
+def test_history_is_metrics_jsonl_with_the_validations_apart(trained):
     trainer, _, before, _ = trained
-    rows = trainer.history
-    assert rows == read_rows(trainer.directory / "metrics.jsonl")
+    history, rows = trainer.history, all_rows(trainer)
     assert [(row["step"], "actor/pg_loss" in row) for row in rows] == [(0, False), (1, True), (2, True), (2, False)]
+    assert history == rows[1:3] and history.validations == [rows[0], rows[3]]
     first = {name: value for name, value in before.items() if not name.startswith("perf/")}
-    assert first.items() <= rows[0].items(), "training started from the evaluated model"
+    assert first.items() <= history.validations[0].items(), "training started from the evaluated model"
 
 
 def test_history_as_a_table(trained, monkeypatch):
     trainer, *_ = trained
-    frame = trainer.history.to_pandas()
-    assert frame["step"].tolist() == [0, 1, 2, 2] and frame["val/reward_score"].notna().tolist() == [
-        True,
-        False,
-        False,
-        True,
-    ]
+    steps, validations = trainer.history.to_pandas(), trainer.history.validations.to_pandas()
+    assert steps["step"].tolist() == [1, 2] and steps["actor/grad_norm"].notna().all()
+    assert validations["step"].tolist() == [0, 2] and validations["val/reward_score"].notna().all()
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r"to_pandas\(\) needs pandas: pip install pandas"):
         trainer.history.to_pandas()
@@ -90,11 +90,11 @@ def test_history_as_a_table(trained, monkeypatch):
 
 def test_evaluate_judges_the_weights_of_now(trained):
     trainer, *_ = trained
-    after, last = trainer.evaluate(), trainer.history[-1]
+    after, last = trainer.evaluate(), trainer.history.validations[-1]
     assert after["val/reward_score"] == last["val/reward_score"] and after.keys() <= last.keys()
     other = trainer.evaluate([{"prompt": "Say nothing at all.", "answer": ""}])
     assert other["val/reward_score"] != after["val/reward_score"]
-    assert len(trainer.history) == 4, "and writes nothing"
+    assert len(all_rows(trainer)) == 4, "and writes nothing"
 
 
 def test_evaluate_wants_something_to_evaluate_on(trained):
@@ -133,7 +133,7 @@ def test_training_again_reports_that_it_is_finished(trained, caplog):
     trainer, *_ = trained
     weights = copy_weights(trainer)
     assert trainer.train() == trainer.directory and "is finished: step 2 of 2" in caplog.text
-    assert same_weights(weights, copy_weights(trainer)) and len(trainer.history) == 4
+    assert same_weights(weights, copy_weights(trainer)) and len(all_rows(trainer)) == 4
 
 
 def test_another_trainer_of_the_run_begins_where_it_is(trained):
@@ -141,15 +141,17 @@ def test_another_trainer_of_the_run_begins_where_it_is(trained):
     again = trainer_in(trainer.directory.parent.parent)
     assert again.history == trainer.history
     assert same_weights(copy_weights(again), copy_weights(trainer))
-    assert again.evaluate()["val/reward_score"] == trainer.history[-1]["val/reward_score"]
+    assert again.evaluate()["val/reward_score"] == trainer.history.validations[-1]["val/reward_score"]
 
 
 def test_another_configuration_is_an_error_everywhere(trained):
     trainer, *_ = trained
     other = trainer_in(trainer.directory.parent.parent, lr=0.5)
     for look in (lambda: other.history, lambda: other.model, other.evaluate, other.train):
-        with pytest.raises(mtrl.StartError, match=r"worker\.actor\.optim\.lr: was 0\.0001, is 0\.5"):
+        with pytest.raises(mtrl.StartError) as caught:
             look()
+        assert "\n  lr (worker.actor.optim.lr): was 0.0001, is 0.5" in str(caught.value)
+        assert "choose another experiment_name (training.experiment_name)" in str(caught.value)
 
 
 def test_overwrite_starts_anew_and_keeps_the_earlier_run_aside(trained, tmp_path, capsys):
@@ -158,7 +160,7 @@ def test_overwrite_starts_anew_and_keeps_the_earlier_run_aside(trained, tmp_path
     again = trainer_in(tmp_path, lr=2e-5, overwrite=True)
     aside = again.directory.with_name("rows.old")
     assert f"the earlier run of this name is now {aside}" in capsys.readouterr().err
-    assert again.history == [] and len(read_rows(aside / "metrics.jsonl")) == len(trained[0].history)
+    assert again.history == [] and len(read_rows(aside / "metrics.jsonl")) == len(all_rows(trained[0]))
     assert trainer_in(tmp_path, lr=3e-5, overwrite=True).history == [], "nothing there is no error"
 
 
@@ -168,13 +170,6 @@ def test_a_reward_with_wrong_parameters_is_named(tmp_path):
 
     with pytest.raises(mtrl.StartError, match=r"the reward function compare_with: it cannot be called as f\(data\)"):
         trainer_in(tmp_path, rewards=compare_with).train()
-
-
-def test_history_by_kind(trained):
-    history = trained[0].history
-    assert [row["step"] for row in history.steps] == [1, 2] and "actor/grad_norm" in history.steps[-1]
-    assert len(history.steps) + len(history.validations) == len(history)
-    assert all(any(name.startswith("val/") for name in row) for row in history.validations)
 
 
 def test_the_saved_configuration_names_the_objects_of_the_script(trained, capsys):
@@ -212,12 +207,12 @@ def test_training_resumes_after_an_interrupt_with_the_same_numbers(trained, tmp_
     model = trainer.model.train()
     for parameter in model.parameters():  # as an error in the middle of an update leaves them
         parameter.grad = torch.ones_like(parameter)
-    assert stop.seen == [1] and [row["step"] for row in trainer.history] == [0, 1]
+    assert stop.seen == [1] and [row["step"] for row in all_rows(trainer)] == [0, 1]
     trainer.train()
     assert stop.seen == [1, 2] and stop.closed == 2 and trainer.model is model
     assert same_weights(copy_weights(trainer), copy_weights(whole))
     last = [
-        {k: v for k, v in t.history[-2].items() if not k.startswith(("perf/", "time", "attempt"))}
+        {k: v for k, v in t.history[-1].items() if not k.startswith(("perf/", "time", "attempt"))}
         for t in (trainer, whole)
     ]
     assert last[0] == last[1] and last[0]["actor/reference_kl"] != 0
@@ -237,11 +232,11 @@ def test_a_callback_that_fails_costs_no_row(trained, tmp_path, step):
         trainer_in(tmp_path, callbacks=Fail()).train()
     trainer = trainer_in(tmp_path)
     trainer.train()
-    rows = read_rows(trainer.directory / "metrics.jsonl")
-    assert [numbers(row) for row in rows] == [numbers(row) for row in whole.history]
+    rows = all_rows(trainer)
+    assert [numbers(row) for row in rows] == [numbers(row) for row in all_rows(whole)]
     assert [row["attempt"] for row in rows] == ([1, 1, 2, 2] if step == 1 else [1, 1, 1, 2])
     trainer.train()
-    assert read_rows(trainer.directory / "metrics.jsonl") == rows, "it is finished now"
+    assert all_rows(trainer) == rows, "it is finished now"
 
 
 def numbers(row):
