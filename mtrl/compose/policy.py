@@ -26,6 +26,7 @@ from mtrl.models.compile_cache import set_compile_cache
 from mtrl.models.families import TextEncoder, encoder_files, load_encoder, register_family
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import DTYPES, load_model
+from mtrl.models.model_object import prepare_model_object, write_model_object
 from mtrl.models.parallel.fsdp import compute_device, full_tensor, is_sharded
 from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
 from mtrl.models.state_dicts import checkpoint_weights, load_weights, save_model
@@ -36,6 +37,7 @@ from mtrl.training.algorithm_spec import AlgorithmSpec
 from mtrl.training.resume import check_undamaged
 from mtrl.types import VIEWS
 from mtrl.utils.embedded_models import MODELS, NOT_INSTALLED, current_path, is_not_installed
+from mtrl.utils.errors import StartError
 from mtrl.utils.plugin_registry import Registry
 from mtrl.utils.plugins import PluginError, load_user_object
 from mtrl.utils.terminal import say_at_once
@@ -54,6 +56,14 @@ COMPILING = (
     "the first pass compiles kernels for this GPU, which takes about a minute unless they are cached in {directory}. "
     "worker.actor.use_torch_compile=false avoids it, with slower passes"
 )
+
+
+@dataclass(frozen=True)
+class GivenModel:
+    """A transformers model that a script passes, to be trained in place, and its processor or tokenizer, if given."""
+
+    model: Any
+    processing_class: Any = None
 
 
 @dataclass
@@ -143,6 +153,27 @@ def build_policy(config: Config, encoder: TextEncoder | None = None, base: Any =
     encoder = encoder or build_encoder(config)
     check_undamaged(Path(model_path(config)))
     return encoder, make_forward(config, encoder, load_policy(config, base))
+
+
+def adopt_model(config: Config, given: GivenModel, started: bool) -> LoadedModel:
+    """Take over a script's model. Its weights at the start of a run are written to `model_path`, in the run directory:
+    a reference and a resumed run need them after the object itself has learnt, or was made anew. So they are always
+    loaded from there (`reset`)."""
+    folder = Path(model_path(config))
+    if not started:
+        write_folder(folder, lambda part: write_model_object(given.model, given.processing_class, part))
+    elif not folder.is_dir():
+        raise StartError(
+            f"{folder} is missing, the weights that this run started with; put it back, or start a new run"
+        )
+    options = load_options(config)
+    prepare_model_object(
+        given.model,
+        dtype=options["dtype"],
+        device=options["device"],
+        attn_implementation=options["attn_implementation"],
+    )
+    return LoadedModel(*build_policy(config, base=given.model), is_pristine=False)
 
 
 def make_forward(config: Config, encoder: TextEncoder, model: Any, ranks: Ranks = SINGLE_PROCESS) -> Forward:

@@ -14,7 +14,9 @@ from mtrl.compose import algorithm, task_source, worker_groups
 from mtrl.compose.critic_worker import build_critic
 from mtrl.compose.memory_limits import preflight_on_gpu
 from mtrl.compose.policy import (
+    GivenModel,
     LoadedModel,
+    adopt_model,
     build_actor,
     build_encoder,
     build_generator,
@@ -30,6 +32,7 @@ from mtrl.config import Config, ConfigError, load_config, read_overrides, to_yam
 from mtrl.config.paths import PYTHON_PREFIX
 from mtrl.config.unsupported import check_supported, uses_several_processes
 from mtrl.embedded.embedded_rows import CONFIG_FILE, CONFIG_FILES, packaged_config
+from mtrl.models.model_object import check_model_object
 from mtrl.models.perturb import PERTURBATIONS
 from mtrl.models.state_dicts import exported_weights
 from mtrl.protocols import Tracker
@@ -75,10 +78,12 @@ def build(
     val_data: task_source.Rows | None = None,
     rewards: Sequence[Reward] | None = None,
     trackers: Sequence[Tracker] = (),
+    given: GivenModel | None = None,
     loaded: LoadedModel | None = None,
 ) -> Run:
     """Build a run. Python objects in `data`, `val_data` and `rewards` replace those of the configuration. A single
-    process trains the `loaded` model, if given. A follower process of torchrun serves the first rank and exits."""
+    process trains the `given` model, or one that is `loaded` already. A follower process of torchrun serves the first
+    rank and exits."""
     check_config(config)
     worker_groups.check_world_size(config)
     if worker_groups.is_follower():
@@ -89,6 +94,8 @@ def build(
         training = config.training
         directory = closing.enter_context(claim(run_directory(config), config, training.fresh))
         set_threads(directory.path, resumed=directory.used)
+        if given is not None and loaded is None:
+            loaded = adopt_model(config, given, directory.used)
         encoder = build_encoder(config) if loaded is None else loaded.encoder
         files = config.dataset.train_files if data is None else data
         answer_rewards = task_source.rewards_needing_answers(config, rewards)
@@ -181,18 +188,29 @@ def build_local_workers(
     )
 
 
-def open_model(config: Config) -> LoadedModel:
+def open_model(config: Config, given: GivenModel | None = None) -> LoadedModel:
     """Load the model with the weights of this configuration's run if it has started, else with the initial ones.
-    Nothing is written; the directory of another run is an error, as in `build`."""
-    training, directory = config.training, run_directory(config)
-    with explain_os_errors(), claim(directory, config, training.fresh) if directory.exists() else nullcontext():
-        start = find_start(
-            directory, None, find_last=training.find_last_checkpoint, given=training.load_checkpoint_path
-        )
-        loaded = LoadedModel(*build_policy(config))
+    Nothing is written but the weights of a `given` model; the directory of another run is an error, as in `build`."""
+    training, path = config.training, run_directory(config)
+    claimed = claim(path, config, training.fresh) if path.exists() else nullcontext()
+    with explain_os_errors(), claimed as directory:
+        start = find_start(path, None, find_last=training.find_last_checkpoint, given=training.load_checkpoint_path)
+        started = directory is not None and directory.used
+        loaded = LoadedModel(*build_policy(config)) if given is None else adopt_model(config, given, started)
         if start.checkpoint is not None:
             loaded.load(start.checkpoint)
+        else:
+            loaded.reset(config)
     return loaded
+
+
+def check_given(config: Config, model: Any) -> None:
+    """Raise for a model object that this configuration cannot train in place."""
+    check_model_object(model)
+    if uses_several_processes(config):
+        raise ConfigError(["model: an object is trained in this process; for several, save it and pass the folder"])
+    if config.worker.actor.model.peft_type is not None:
+        raise ConfigError(["model: adapters (peft_type) need the name of their base; save it and pass the folder"])
 
 
 MakeObserver = Callable[[int], AbstractContextManager[OnBatch]]  # from the number of prompts to a callback per batch

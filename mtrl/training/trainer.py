@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from mtrl.checkpoint.run_directory import set_aside
-from mtrl.compose.policy import LoadedModel, save_checkpoint
+from mtrl.compose.policy import GivenModel, LoadedModel, save_checkpoint
 from mtrl.compose.run import (
     Reward,
     build,
     check_config,
+    check_given,
     check_python_objects_given,
     configure,
     evaluate,
@@ -29,11 +30,12 @@ from mtrl.config import Config, find_warnings
 from mtrl.protocols import Tracker
 from mtrl.training.resumable_run import Run, train_with_restarts
 from mtrl.training.trainer_arguments import (
+    GIVEN_MODEL,
     GIVEN_ROWS,
+    MODEL_PATH,
     callers_names,
     checked_callbacks,
     checked_data,
-    checked_model,
     checked_rewards,
     file_and_keys,
     full_keys,
@@ -46,6 +48,8 @@ from mtrl.utils.errors import Finished
 
 # Keys that belong to the reward functions of a configuration; reset when a script passes its own functions.
 REWARD_KEYS = ("reward_fn_path", "weights", "early_weights", "weight_schedule")
+
+INITIAL_MODEL = "initial_model"  # in the run directory: the weights that a model object had at the start
 
 logger = logging.getLogger(__name__)
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -95,20 +99,22 @@ class Trainer:
         trainer.save("my_model")
 
     A trainer is one run with its own `directory`: train() resumes where the run of that name stopped. Without a model
-    and data it trains the embedded model on the embedded task. `data` and `val_data` are a path, a hub id, rows or a
-    datasets.Dataset. A reward function passed as an object runs in this process; one named by its file runs in the
-    sandbox, with a time limit. `rewards` replace those of a configuration and their weights. `config` is a YAML file, a
-    mapping or another trainer's config; keys override it. Wrong arguments raise here, before a model is loaded.
-    Callbacks (`mtrl.Callback`) are called as the run proceeds and closed at its end. `overwrite` starts anew: an
-    earlier run of this name is renamed to NAME.old.
+    and data it trains the embedded model on the embedded task. `model` may also be a transformers model, which is
+    trained in place; `processing_class` is its processor or tokenizer, by default that of the checkpoint it was loaded
+    from. `data` and `val_data` are a path, a hub id, rows or a datasets.Dataset. A reward function passed as an object
+    runs in this process; one named by its file runs in the sandbox, with a time limit. `rewards` replace those of a
+    configuration and their weights. `config` is a YAML file, a mapping or another trainer's config; keys override it.
+    Wrong arguments raise here, before a model is loaded. Callbacks (`mtrl.Callback`) are called as the run proceeds and
+    closed at its end. `overwrite` starts anew: an earlier run of this name is renamed to NAME.old.
     """
 
     def __init__(
         self,
-        model: str | Path | None = None,
+        model: str | Path | Any = None,
         data: Rows | Path | None = None,
         rewards: Reward | Sequence[Reward] | None = None,
         *,
+        processing_class: Any = None,
         val_data: Rows | Path | None = None,
         callbacks: Tracker | Sequence[Tracker] = (),
         config: str | Path | Mapping[str, Any] | Config | None = None,
@@ -118,8 +124,7 @@ class Trainer:
         file, below = file_and_keys(config)
         settings = full_keys(keys)
         self._names = callers_names(keys)
-        if model is not None:
-            put(settings, "model", "worker.actor.model.model_path", checked_model(model))
+        self._given = _model(settings, model, processing_class)
         self._rows = _data(settings, "data", "dataset.train_files", data)
         self._val_rows = _data(settings, "val_data", "dataset.val_files", val_data)
         self._rewards = None if rewards is None else checked_rewards(rewards)
@@ -129,6 +134,10 @@ class Trainer:
         self._callbacks = checked_callbacks(callbacks)
         with short_names_in_errors(self._names):
             self.config, self._embedded = configure(file, over(below, settings))
+            if self._given is not None:
+                check_given(self.config, model)
+                settings[MODEL_PATH] = str(self.directory / INITIAL_MODEL)
+                self.config, _ = configure(file, over(below, settings))
             check_config(self.config)
             check_python_objects_given(self.config, self._rows, self._val_rows, self._rewards)
         for warning in find_warnings(self.config):
@@ -164,6 +173,8 @@ class Trainer:
                 return train_with_restarts(self.config, self._begin).directory
         except Finished as finished:
             logger.warning("%s", finished)
+            if self._given is not None:
+                self._open()  # the script's object gets the trained weights, as after training
             return finished.directory
 
     def _begin(self, config: Config) -> Run:
@@ -173,6 +184,7 @@ class Trainer:
             val_data=self._val_rows,
             rewards=self._rewards,
             trackers=self._callbacks,
+            given=self._given,
             loaded=self._loaded,
         )
         if self._embedded:
@@ -199,8 +211,20 @@ class Trainer:
 
     def _open(self) -> LoadedModel:
         if self._loaded is None:
-            self._loaded = open_model(self.config)
+            self._loaded = open_model(self.config, self._given)
         return self._loaded
+
+
+def _model(settings: dict[str, Any], model: Any, processing_class: Any) -> GivenModel | None:
+    """Set the key to the path, or to a placeholder for a model object, which is returned."""
+    if model is not None and not isinstance(model, (str, Path)):
+        put(settings, "model", MODEL_PATH, GIVEN_MODEL)
+        return GivenModel(model, processing_class)
+    if processing_class is not None:
+        raise TypeError("processing_class: belongs to a model object; tokenizer_path= names another tokenizer")
+    if model is not None:
+        put(settings, "model", MODEL_PATH, str(model))
+    return None
 
 
 def _data(settings: dict[str, Any], argument: str, key: str, data: Any) -> Any:

@@ -21,6 +21,7 @@ from mtrl.protocols import Tracker
 from mtrl.utils.errors import Finished, RunError, StartError
 
 GIVEN_ROWS = f"{PYTHON_PREFIX}rows"  # stands for rows and datasets in a configuration
+GIVEN_MODEL = f"{PYTHON_PREFIX}model"  # for a model object, until its folder is known
 
 OPTIMIZER_KEYS = ("lr", "weight_decay", "betas", "warmup_steps", "warmup_ratio", "lr_scheduler_type", "min_lr_ratio")
 
@@ -34,9 +35,11 @@ SHORT_NAMES = {
     "seed": ("dataset.seed", "worker.rollout.seed"),
 }
 
+MODEL_PATH = "worker.actor.model.model_path"
+
 # Keys that arguments of the trainer set, and those that messages advise to set.
 ARGUMENTS = {
-    "worker.actor.model.model_path": "model",
+    MODEL_PATH: "model",
     "dataset.train_files": "data",
     "dataset.val_files": "val_data",
     "worker.reward.functions": "rewards",
@@ -49,7 +52,6 @@ TRL_NAMES = {
     "eval_dataset": "val_data=",
     "reward_funcs": "rewards=",
     "args": "config= (a YAML file or a mapping), and any key by its last name",
-    "processing_class": "tokenizer_path=",
     "peft_config": "peft_type=, lora_rank= and the other keys of worker.actor.model",
     "trackers": "callbacks=",
 }
@@ -133,13 +135,6 @@ def file_and_keys(config: str | Path | Mapping[str, Any] | Config | None) -> tup
 
 
 # ------------------------------------------------------------------------------------------------------------- objects
-def checked_model(model: Any) -> str:
-    if isinstance(model, (str, Path)):
-        return str(model)
-    saved = "; save it first (save_pretrained) and name the folder" if hasattr(model, "save_pretrained") else ""
-    raise TypeError(f"model: a hub id or a folder, got {kind(model)}{saved}")
-
-
 def checked_data(argument: str, data: Any) -> Any:
     """A path, or rows: a sequence of mappings or a Hugging Face dataset."""
     if isinstance(data, (str, Path)):

@@ -208,6 +208,22 @@ def encoder_files(encoder: TextEncoder, model_path: str | Path) -> dict[str, byt
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
 
+def save_processor(processing_class: Any, origin: str, folder: Path) -> None:
+    """Write a processor, or a tokenizer with the processor settings of the checkpoint `origin`; None: both of it."""
+    if processing_class is None:
+        if not origin:
+            raise ValueError(
+                "processing_class: pass the processor or tokenizer; the model names no checkpoint with one"
+            )
+        processing_class = load_tokenizer(origin)
+    processing_class.save_pretrained(folder)
+    if hasattr(processing_class, "image_processor") or not origin:
+        return
+    for name in PROCESSOR_FILES:
+        if file := _find_file(origin, name):
+            shutil.copyfile(file, folder / name)
+
+
 def _read_json(path: str, name: str) -> dict[str, Any]:
     """A JSON file of a local or hub checkpoint; empty if there is none."""
     file = _find_file(path, name)
