@@ -89,6 +89,7 @@ CONCRETE = {  # implementations of a protocol, and their package
     "RewardScorer": "rewards", "Sandbox": "rewards", "InProcess": "rewards", "Sampler": "data",
     "FolderStore": "checkpoint",
     "Trackers": "tracking", "RunFiles": "tracking", "MarkdownLogs": "tracking", "Console": "tracking",
+    "NotebookProgress": "tracking",
     "RunAlerts": "tracking", "CurveFile": "tracking", "RolloutRecord": "tracking", "LoggerFeed": "tracking",
 }  # fmt: skip
 

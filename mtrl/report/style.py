@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import cache
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,13 @@ def save_figure(figure: Figure, path: Path) -> None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def to_png(figure: Figure, dots_an_inch: int = PIXELS_AN_INCH) -> bytes:
+    """The picture as a file in memory."""
+    file = BytesIO()
+    figure.savefig(file, format="png", facecolor="white", dpi=dots_an_inch)
+    return file.getvalue()
 
 
 def text_style(size: float = LABEL, colour: str = INK, **more: Any) -> dict[str, Any]:

@@ -80,10 +80,8 @@ class Console(Tracker):
         self._first_step, self._last_step = self._first_step or step, step
         self._tokens += values.get("perf/tokens_per_second", 0.0) * seconds
         self._step_seconds += seconds
-        numbers = "  ".join(
-            f"{name} {form.format(values[key])}" for name, (key, form) in PROGRESS_METRICS.items() if key in values
-        )
-        self._write_progress(step, f"  ETA {format_duration(self.pace.seconds_left(step))}  {numbers}".rstrip())
+        eta = format_duration(self.pace.seconds_left(step))
+        self._write_progress(step, f"  ETA {eta}  {format_progress(values)}".rstrip())
 
     def validation(self, step: int, values: Values, by: ColumnRates, samples: Sequence[ValidationSample] = ()) -> None:
         self.pace.validation(values.get("perf/seconds_validation", 0.0))
@@ -166,6 +164,12 @@ class Console(Tracker):
     def _copy(self, text: str) -> None:
         if self.log is not None:
             write_to(self.log, text)
+
+
+def format_progress(values: Values) -> str:
+    """The numbers of a progress line, those of its metrics that a step has."""
+    known = {name: form.format(values[key]) for name, (key, form) in PROGRESS_METRICS.items() if key in values}
+    return "  ".join(f"{name} {value}" for name, value in known.items())
 
 
 def write_to(stream: TextIO, text: str) -> None:
