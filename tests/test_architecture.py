@@ -36,7 +36,7 @@ MODULE_MAY_IMPORT = {  # where a module may do other things than its room
     "mtrl.__main__": {"cli"},
     "mtrl.cli": {"config", "utils", "commands"},
     "mtrl.training.training_main": {"cli"},
-    "mtrl.training.trainer": {"config", "utils", "protocols", "checkpoint", "compose"},
+    "mtrl.training.trainer": {"config", "utils", "protocols", "checkpoint", "compose", "compare", "report", "view"},
     "mtrl.training.loop": {"config", "protocols", "algorithms", "types"},
     "mtrl.training.validation": {"config", "protocols", "algorithms", "types"},
 }

@@ -90,9 +90,7 @@ are those of the last validation; McNemar's exact test treats each answer of eac
 
 def make_page(verdicts: Sequence[Verdict], metric: str) -> str:
     name = verdicts[0].arm.name
-    tests = [head for what in ("final", "area") for head in (f"{what}, to {name}", "p", "Holm")]
-    heads = ["arm", "seeds", "final", "area", *tests, "questions won, lost", "p", "s per step"]
-    rows = table(heads, [table_row(verdict) for verdict in verdicts])
+    rows = table(table_heads(name), [table_row(verdict) for verdict in verdicts])
     title = f"# {len(verdicts)} arms compared by {metric_title(metric)}"
     return f"{title}\n\n{HOW.format(baseline=name)}\n\n{rows}\n\n![curves](comparison.png)\n"
 
@@ -104,6 +102,11 @@ def make_effects_page(effects: GradientEffects) -> str:
     names = ("cosine", "size", "kept_surprise", "effective_tokens", "plain_tokens")
     rows = [[arm, *(f"{measures[name]:.3g}" for name in names)] for arm, measures in effects.items()]
     return f"## What the rules do to the gradient of the first step\n\n{table(heads, rows)}\n"
+
+
+def table_heads(baseline: str) -> list[str]:
+    tests = [head for what in ("final", "area") for head in (f"{what}, to {baseline}", "p", "Holm")]
+    return ["arm", "seeds", "final", "area", *tests, "questions won, lost", "p", "s per step"]
 
 
 def table_row(verdict: Verdict) -> list[str]:

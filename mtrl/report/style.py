@@ -6,9 +6,11 @@ marker, which identifies a line without its colour.
 
 from __future__ import annotations
 
+import base64
 import os
 from collections.abc import Sequence
 from functools import cache
+from html import escape
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,7 @@ STROKES = ("-", "--", ":", "-.")
 INK, QUIET, REFERENCE, GRID = "#222222", "#5F5F5F", "#B8B8B8", "#E3E3E3"
 TITLE, LABEL, TICK = 13, 11, 10  # points
 PIXELS_AN_INCH = 160
+PIXELS_IN_A_CELL = 90  # an inch, in a notebook
 # Fallbacks after matplotlib's own font: the first of these that is installed draws Chinese, Japanese and Korean.
 EAST_ASIAN = ("Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "Microsoft YaHei",
               "PingFang SC", "SimHei", "Arial Unicode MS")  # fmt: skip
@@ -53,11 +56,12 @@ def save_figure(figure: Figure, path: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-def to_png(figure: Figure, dots_an_inch: int = PIXELS_AN_INCH) -> bytes:
-    """The picture as a file in memory."""
+def to_html(figure: Figure, alt: str) -> str:
+    """The picture as an image tag for a notebook, which includes its data."""
     file = BytesIO()
-    figure.savefig(file, format="png", facecolor="white", dpi=dots_an_inch)
-    return file.getvalue()
+    figure.savefig(file, format="png", facecolor="white", dpi=PIXELS_IN_A_CELL)
+    data = base64.b64encode(file.getvalue()).decode()
+    return f'<img alt="{escape(alt)}" style="max-width: 100%" src="data:image/png;base64,{data}">'
 
 
 def text_style(size: float = LABEL, colour: str = INK, **more: Any) -> dict[str, Any]:

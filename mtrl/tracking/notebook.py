@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import logging
 import sys
 import time
@@ -14,7 +13,7 @@ from typing import Any
 from mtrl.protocols import Tracker
 from mtrl.report.chart import make_chart
 from mtrl.report.run_curves import usual_panels
-from mtrl.report.style import to_png
+from mtrl.report.style import to_html
 from mtrl.tracking.console import format_progress
 from mtrl.tracking.pace import Pace, format_duration
 from mtrl.tracking.table import ColumnRates, Validations, Values
@@ -114,13 +113,8 @@ class NotebookProgress(Tracker):
         panels = usual_panels(self._curves.history())
         if not panels:
             return ""
-        return image(to_png(make_chart(self.title, panels), dots_an_inch=90), "reward and accuracy over the steps")
+        return to_html(make_chart(self.title, panels), "reward and accuracy over the steps")
 
 
 def val_metrics(row: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in row.items() if name.startswith("val/")}
-
-
-def image(png: bytes, alt: str) -> str:
-    data = base64.b64encode(png).decode()
-    return f'<img alt="{escape(alt)}" style="max-width: 100%" src="data:image/png;base64,{data}">'

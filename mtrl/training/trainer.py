@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import wraps
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from mtrl.checkpoint.run_directory import set_aside
+from mtrl.compare.arms import read_arm
 from mtrl.compose.policy import GivenModel, LoadedModel, save_checkpoint
 from mtrl.compose.run import (
     Reward,
@@ -28,6 +31,7 @@ from mtrl.compose.run import (
 from mtrl.compose.task_source import Rows
 from mtrl.config import Config, find_warnings
 from mtrl.protocols import Tracker
+from mtrl.report.compare_html import Comparison
 from mtrl.training.resumable_run import Run, train_with_restarts
 from mtrl.training.trainer_arguments import (
     GIVEN_MODEL,
@@ -45,6 +49,8 @@ from mtrl.training.trainer_arguments import (
     short_names_in_errors,
 )
 from mtrl.utils.errors import Finished
+from mtrl.utils.files import short_names
+from mtrl.view.response_html import ResponsesView, view_responses
 
 # Keys that belong to the reward functions of a configuration; reset when a script passes its own functions.
 REWARD_KEYS = ("reward_fn_path", "weights", "early_weights", "weight_schedule")
@@ -208,6 +214,24 @@ class Trainer:
         target = Path(path).expanduser()
         save_checkpoint(self.config, self._open(), target)
         return target
+
+    def view(
+        self, step: int | None = None, row: int | None = None, signal: str | None = None, most: int = 4
+    ) -> ResponsesView:
+        """The best and the worst recorded responses to one prompt, `most` in all, each token coloured by a `signal`
+        ("dependency", "entropy", "advantage", ..). A notebook shows them as HTML. Default: the last step, and a prompt
+        whose responses have different rewards; `row` is any response to another prompt."""
+        return view_responses(self.directory, step, row, signal, most)
+
+    def compare(self, *others: Trainer) -> Comparison:
+        """Compare other runs with this one: curves, final values, and questions of the last validation that only one of
+        two runs answered correctly. A notebook shows it as HTML. Needs pip install 'mtrl[compare]'."""
+        if find_spec("scipy") is None:
+            raise ImportError("compare() needs scipy: pip install 'mtrl[compare]'")
+        directories = [trainer.directory for trainer in (self, *others)]
+        names = short_names([directory.absolute() for directory in directories])
+        arms = [replace(read_arm(path), name=name) for path, name in zip(directories, names, strict=True)]
+        return Comparison(arms)
 
     def _open(self) -> LoadedModel:
         if self._loaded is None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from mtrl.compare import batch
 from mtrl.compare.arms import read_arm
 from mtrl.compare.batch import measure_effects, pack, plan_jobs, run_batch, unpack
 from mtrl.config import load_config
+from mtrl.report.compare_html import Comparison
 
 
 def write_run(place, seed, curve, right=(), seconds=2.0):
@@ -63,6 +65,15 @@ def test_runs_that_are_there_are_compared(two_arms, monkeypatch, capsys):
     assert "| better | 4 | 0.653 [" in page and "+0.103 [" in page and "| 4, 0 | 0.125 | 3.00 |" in page
     assert Path("found/comparison.png").stat().st_size > 10_000
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["arms"] == {"plain": 4, "better": 4}
+
+
+def test_a_notebook_shows_curves_and_the_table(two_arms):
+    arms = [replace(read_arm(two_arms / name / "seed_0"), name=name) for name in ("plain", "better")]
+    comparison = Comparison(arms)
+    html = comparison._repr_html_()
+    assert html.count("<img") == 1 and html.count("<tr>") == 3
+    assert "<td>better</td><td>1</td><td>0.500</td>" in html and "<td>1, 0</td>" in html
+    assert repr(comparison).startswith("# 2 arms compared by accuracy")
 
 
 def test_single_runs_have_no_interval(two_arms, monkeypatch):

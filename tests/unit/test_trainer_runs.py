@@ -172,6 +172,15 @@ def test_a_reward_with_wrong_parameters_is_named(tmp_path):
         trainer_in(tmp_path, rewards=compare_with).train()
 
 
+def test_responses_are_shown_and_runs_compared(trained):
+    trainer, *_ = trained
+    view = trainer.view(step=1)
+    assert view._repr_html_().count("<span") == sum(len(one["pieces"]) for one in view.responses)
+    with pytest.raises(ValueError, match="step 3 is not recorded; there are 1 to 2"):
+        trainer.view(step=3)
+    assert "by reward, validation" in repr(trainer.compare(trainer))
+
+
 def test_the_saved_configuration_names_the_objects_of_the_script(trained, capsys):
     trainer, *_ = trained
     saved = load_config(trainer.directory / "config.yaml", saved=True)
