@@ -35,6 +35,7 @@ COLOURINGS = {
     "weight": Colouring("factor of its advantage", 1.0),
     "mask": Colouring("whether the filters keep it"),
     "old": Colouring("log-probability before the update"),
+    "vision_all": Colouring("share of its attention on the image"),
 }
 
 
@@ -54,7 +55,7 @@ class ResponsesView:
 
     @property
     def colouring(self) -> Colouring:
-        return COLOURINGS.get(self.signal, Colouring("a signal of optimization.signals", 0.0))
+        return COLOURINGS.get(self.signal, Colouring("as recorded", 0.0))
 
     def _repr_html_(self) -> str:
         first, scale = self.responses[0], self._scale()
@@ -129,7 +130,7 @@ def choose_signal(responses: Sequence[Json], signal: str | None) -> str:
     """The stream of this name, or the first that was measured; your own signals have a prefix in the record."""
     known = responses[0]["streams"]
     if signal is None:
-        return next((name for name in COLOURINGS if name in known), "old")
+        return next((name for name in COLOURINGS if name in known), "advantage")
     for name in (signal, EXTRA + signal):
         if name in known:
             return name
