@@ -3,7 +3,8 @@
 # make demo-cluster  the demo on two processes, by Ray
 # make test       the suite: five minutes on two cores
 # make test-lanes what needs more: test-kernels (Triton's interpreter), test-cluster (Ray, FSDP2 on CPU ranks),
-#                 test-browser (the viewer in Chromium), test-vllm (its CPU build, in a separate environment of 3.5 GB)
+#                 test-browser (the viewer in Chromium), test-notebook (examples/tutorial.ipynb in a kernel),
+#                 test-vllm (its CPU build, in a separate environment of 3.5 GB)
 # make test-all   suite with every combination of its products, lanes, slow tests, vLLM in other processes and on ranks,
 #                 and the mutation run
 # make soak       hours: every algorithm switch, kills, mutated input, a thousand steps
@@ -18,8 +19,8 @@ DOCS_INSTALLED := .venv/.installed-docs
 VLLM_BIN := .venv-vllm/bin
 VLLM_INSTALLED := .venv-vllm/.installed
 
-.PHONY: setup browser demo demo-cluster test test-kernels test-cluster test-browser test-lanes setup-vllm test-vllm \
-	test-all soak lint format reference docs
+.PHONY: setup browser demo demo-cluster test test-kernels test-cluster test-browser test-notebook test-lanes setup-vllm \
+	test-vllm test-all soak lint format reference docs
 
 setup: $(INSTALLED)
 
@@ -42,7 +43,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # which tests of ranks do. Files are distributed in order, so that those with few long tests do not come last.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 KERNELS := $(wildcard tests/unit/test_decode_*.py)
-LANES := tests/cluster tests/browser $(KERNELS)
+LANES := tests/cluster tests/browser tests/notebook $(KERNELS)
 SKIPPED := tests/gpu tests/soak
 
 test: setup
@@ -57,7 +58,10 @@ test-cluster: setup
 test-browser: setup browser
 	$(PYTEST) tests/browser
 
-test-lanes: test-kernels test-cluster test-browser test-vllm
+test-notebook: setup
+	$(PYTEST) tests/notebook
+
+test-lanes: test-kernels test-cluster test-browser test-notebook test-vllm
 
 # Chromium is installed if we may; without it the tests of the viewer are skipped.
 browser:

@@ -110,7 +110,7 @@ class NotebookProgress(Tracker):
 
     def _picture(self) -> str:
         """The curves as an image; none before the first point."""
-        panels = usual_panels(self._curves.history())
+        panels = usual_panels(self._curves.to_history())
         if not panels:
             return ""
         return to_html(make_chart(self.title, panels), "reward and accuracy over the steps")
