@@ -19,7 +19,7 @@ from mtrl.tracking.console import Console, ConsoleSettings
 from mtrl.tracking.curve import CurveFile
 from mtrl.tracking.feed import LoggerFeed, RunInfo
 from mtrl.tracking.markdown import LogPaths, MarkdownLogs
-from mtrl.tracking.notebook import NotebookProgress, display_in_cell, in_notebook
+from mtrl.tracking.notebook import NotebookProgress, display_in_cell, find_shell
 from mtrl.tracking.record import RolloutRecord
 from mtrl.tracking.run_files import RunFiles, first_steps, read_history, read_validations
 from mtrl.tracking.sinks import SINKS, flatten
@@ -51,8 +51,8 @@ def build_trackers(config: Config, steps: int, encoder: TextEncoder, directory: 
     for spec in training.logger:
         if spec not in LOGGERS:
             trackers.append(algorithm.make_named(OWN_LOGGERS, "training.logger", spec, offered, training))
-    if "console" in names and in_notebook():
-        show, earlier = display_in_cell(), read_history(directory)
+    if "console" in names and (shell := find_shell()) is not None:
+        show, earlier = display_in_cell(shell), read_history(directory)
         trackers.append(NotebookProgress(training.experiment_name, steps, training.val_freq, show, earlier))
     elif "console" in names:
         console = algorithm.from_keys(ConsoleSettings, training, directory=directory)

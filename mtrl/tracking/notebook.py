@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from importlib import import_module
 from typing import Any
 
 from mtrl.protocols import Tracker
@@ -27,17 +27,18 @@ logger = logging.getLogger(__name__)
 Show = Callable[[str], None]  # displays HTML, in place of what it displayed before
 
 
-def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook. IPython in a terminal is none: it cannot show pictures."""
+def find_shell() -> Any:
+    """The shell of the kernel of a notebook, if this process is one. IPython in a terminal is none: it cannot show
+    pictures. Nothing is imported: a kernel has IPython."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return hasattr(shell, "kernel")
+    return shell if hasattr(shell, "kernel") else None
 
 
-def display_in_cell() -> Show:
+def display_in_cell(shell: Any) -> Show:
     """Displays HTML as an output of the cell that runs now."""
-    display = import_module("IPython.display")
-    handle: Any = display.display(display.HTML(""), display_id=True)
-    return lambda text: handle.update(display.HTML(text))
+    publish, name = shell.display_pub.publish, {"display_id": uuid.uuid4().hex}
+    publish({"text/html": ""}, transient=name)
+    return lambda text: publish({"text/html": text}, transient=name, update=True)
 
 
 class NotebookProgress(Tracker):

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from mtrl.tracking import notebook
-from mtrl.tracking.notebook import NotebookProgress, in_notebook
+from mtrl.tracking.notebook import NotebookProgress, find_shell
 
 STEP = {"perf/seconds_step": 1.0, "reward/overall": 0.5, "reward/success_rate": 0.25, "perf/tokens_per_second": 80.0}
 VALIDATION = {"val/reward_score": 0.4, "val/avg@1": 0.375, "perf/seconds_validation": 1.0}
@@ -90,9 +90,9 @@ def test_only_the_kernel_of_a_notebook_shows_it(monkeypatch, shell, expected):
     module = ModuleType("IPython")
     module.get_ipython = lambda: shell
     monkeypatch.setitem(sys.modules, "IPython", module)
-    assert in_notebook() is expected
+    assert (find_shell() is not None) is expected
 
 
 def test_without_ipython_there_is_no_notebook(monkeypatch):
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
-    assert not in_notebook() and "IPython" not in sys.modules, "asking imports nothing"
+    assert find_shell() is None and "IPython" not in sys.modules, "asking imports nothing"
