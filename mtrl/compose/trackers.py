@@ -52,8 +52,8 @@ def build_trackers(config: Config, steps: int, encoder: TextEncoder, directory: 
         if spec not in LOGGERS:
             trackers.append(algorithm.make_named(OWN_LOGGERS, "training.logger", spec, offered, training))
     if "console" in names and (shell := find_shell()) is not None:
-        show, earlier = display_in_cell(shell), read_history(directory)
-        trackers.append(NotebookProgress(training.experiment_name, steps, training.val_freq, show, earlier))
+        show, rows = display_in_cell(shell), read_history(directory)
+        trackers.append(NotebookProgress(training.experiment_name, steps, training.val_freq, show, rows))
     elif "console" in names:
         console = algorithm.from_keys(ConsoleSettings, training, directory=directory)
         earlier, decode = read_validations(directory), encoder.decode_tokens
