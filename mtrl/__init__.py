@@ -57,12 +57,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import PackageNotFoundError, version
+        from mtrl.utils.package_version import package_version
 
-        try:
-            return version("mtrl")
-        except PackageNotFoundError:  # a checkout on PYTHONPATH
-            return "not installed"
+        return package_version()
     if name not in _SOURCES:
         raise AttributeError(f"module 'mtrl' has no attribute {name!r}; public names are {', '.join(__all__)}")
     module, _, attribute = _SOURCES[name].partition(":")

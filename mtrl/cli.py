@@ -9,8 +9,8 @@ from functools import partial
 from importlib import import_module
 from types import FrameType
 
-import mtrl
 from mtrl.commands import help_pages
+from mtrl.utils.package_version import package_version
 
 Command = Callable[[Sequence[str]], int]
 
@@ -63,7 +63,7 @@ def _main(arguments: list[str]) -> int:
         print(_overview())
         return 0
     if name in ("-V", "--version"):
-        print(f"mtrl {mtrl.__version__}")
+        print(f"mtrl {package_version()}")
         return 0
     if name not in COMMANDS:
         print(f"mtrl: no command {name!r}{_suggestion(name)}", file=sys.stderr)

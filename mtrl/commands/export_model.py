@@ -12,7 +12,6 @@ from typing import Any
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
-import mtrl
 from mtrl.checkpoint.folder_store import SLACK, STATE, check_disk_space, checkpoint_step, write_folder
 from mtrl.checkpoint.learner_snapshot import OPTIMIZER_STATE
 from mtrl.checkpoint.manifest import MANIFEST, DamagedCheckpoint, check_manifest, sync_folder
@@ -29,6 +28,7 @@ from mtrl.tracking.jsonl import iter_rows
 from mtrl.utils.errors import RunError, StartError
 from mtrl.utils.machine import is_writable
 from mtrl.utils.metric_history import History, history
+from mtrl.utils.package_version import package_version
 
 CARD = "README.md"
 Say = Callable[[str], None]
@@ -97,7 +97,7 @@ def export(source: ExportSource, target: Path, dtype: str, name: str, say: Say) 
             (folder / file).write_bytes(content)
         record = None if source.run is None else run_record(source, folder)
         base, base_id = base_model(source)
-        card = ExportedModel(name, base, base_id, is_vision_model(model), dtype, mtrl.__version__, record)
+        card = ExportedModel(name, base, base_id, is_vision_model(model), dtype, package_version(), record)
         (folder / CARD).write_text(model_card(card), encoding="utf-8")
 
     write_folder(target, write, finish=partial(sync_folder, new_file=CARD))

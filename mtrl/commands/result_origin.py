@@ -11,11 +11,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import mtrl
 from mtrl.compose.task_source import open_data_sources
 from mtrl.config import Config
 from mtrl.config.paths import PathKind
 from mtrl.config.tree import known_leaves
+from mtrl.utils.package_version import package_version
 from mtrl.utils.plugins import split_spec
 
 PACKAGE = Path(__file__).parents[1]
@@ -35,7 +35,7 @@ def describe_origin(config: Config) -> dict[str, str]:
         sources = open_data_sources(files, split) if files or not config.dataset.train_files else []
         origin[f"{split} data"] = " ".join(source.fingerprint for source in sources)
     code = digest(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py")))
-    return origin | {"code": f"mtrl {mtrl.__version__}, {code}"}
+    return origin | {"code": f"mtrl {package_version()}, {code}"}
 
 
 def describe_files(value: Any, kind: PathKind) -> str:

@@ -112,5 +112,5 @@ def test_a_checkout_that_is_not_installed_has_a_version(monkeypatch):
     def no_metadata(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("importlib.metadata.version", no_metadata)
+    monkeypatch.setattr("mtrl.utils.package_version.version", no_metadata)
     assert mtrl.__version__ == "not installed"
