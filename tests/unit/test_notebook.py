@@ -27,7 +27,7 @@ def drawn(monkeypatch):
 
 
 def points(panels):
-    return {(panel.title, line.name): line.points for panel in panels for line in panel.lines}
+    return {(panel.title, line.name): list(line.points) for panel in panels for line in panel.lines}
 
 
 def test_one_output_shows_numbers_and_curves():
