@@ -60,7 +60,7 @@ def test_one_that_takes_no_weights_evaluates_alone(servers, tmp_path, monkeypatc
 
 def test_another_model_is_an_error(servers):
     with pytest.raises(
-        StartError, match=r"serves .*/model, but the run uses models/other; start the server with the model"
+        StartError, match=r"serves .*/zoo, but the run uses models/other; start the server with the model"
     ):
         VllmServer(wait_until_ready(servers[1]), "models/other", torch.float32)
 
