@@ -29,6 +29,25 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "(weights / row_mean(weights, rollouts.mask).clamp(min=6.666666666666667e-13)[:, None]).where(judged, 1.0)",
     ): ABOVE_NOTHING,
     (
+        "credit.attention_weights.AttentionWeights.weights",
+        "top = top_fraction(v[None], torch.ones(2, len(v), dtype=torch.bool), self.token_weight_top_ratio)[0]",
+    ): "a second row of the mask ranks the same numbers again",
+    (
+        "credit.attention_weights.AttentionWeights.weights",
+        "top = top_fraction(v[None], torch.ones(1, len(v), dtype=torch.bool), self.token_weight_top_ratio)[-1]",
+    ): "of one row the last is the first",
+    **{
+        (
+            "credit.vision_entropy.<module>",
+            f"TINY = {number}",
+        ): "a maximum is 0, and so is what it divides, or far above"
+        for number in ("1.5e-12", "6.666666666666667e-13")
+    },
+    (
+        "credit.vision_entropy.VisionEntropyWeights.apply",
+        "assert signals.dependency is not None or signals.entropy is not None",
+    ): "vision_entropy() has asserted it before; the types need it here",
+    (
         "credit.controls.RandomFilter.apply",
         "score = torch.ones(mask.shape, dtype=torch.float64)",
     ): "what stands off the mask is never among the top",

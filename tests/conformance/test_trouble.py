@@ -58,7 +58,10 @@ def test_a_signal_saves_and_reports_how_to_resume(tmp_path, number, status):
     process.send_signal(number)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == status, said
-    assert f"{number.name}: finishing this step, then saving" in said and "the same command (in Python train()) resumes" in said
+    assert (
+        f"{number.name}: finishing this step, then saving" in said
+        and "the same command (in Python train()) resumes" in said
+    )
     assert "Traceback" not in said
     (saved,) = list_checkpoints(get_run_dir(tmp_path) / "checkpoints")
     check_manifest(saved)

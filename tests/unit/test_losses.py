@@ -262,6 +262,21 @@ def test_each_loss_says_what_it_clips(policy, low, high):
     close(metrics["clipfrac"], (low + high) * 4 / 5)
 
 
+def test_the_tokens_that_cispo_caps():
+    low, high = Cispo(cispo_clip_high=5.0).clipped(torch.tensor([5.0, 6, 6, 6]), torch.tensor([1.0, 1, -1, 0]))
+    assert not low.any() and high.tolist() == [False, True, True, False]
+
+
+def test_an_own_loss_of_another_shape_is_refused():
+    class Summed(Unclipped):
+        def term(self, ratio, logp, advantage):
+            return ratio.sum()
+
+    batch = fake_batch(fake_rollouts([2]), torch.zeros(1, 2), torch.ones(1, 2))
+    with pytest.raises(RunError, match=r"returned a tensor \[\], not \[1, 2\]: the loss of each token, \[N, T\]$"):
+        total_loss(torch.zeros(1, 2), batch, Loss(Summed()))
+
+
 def test_an_error_in_the_clip_of_an_own_loss_names_it():
     class Broken(Unclipped):
         def clipped(self, ratio, advantage):

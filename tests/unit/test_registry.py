@@ -155,3 +155,27 @@ def test_a_file_that_cannot_be_run(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text("x = 1 / 0\n")
     assert refusal(f"{path}:Late") == f"{path}:Late cannot be loaded: ZeroDivisionError: division by zero (broken.py:1)"
+
+
+READ = {
+    "attention_anchors": ["attention_mass"], "attention_weights": ["attention_mass"], "bottom": ["dependency"],
+    "entropy_change": ["entropy_change"], "entropy_filter": ["entropy"], "hidden_similarity": ["similarity"],
+    "key_tokens": [], "mass_gate": ["dependency"], "oracle": [],
+    "perception_bonus": ["old_logprobs", "perturbed_logprobs"], "perception_filter": ["dependency"],
+    "random_filter": [], "trajectory_scaling": ["dependency"], "vision_entropy": ["dependency", "entropy"],
+    "vision_entropy_weights": ["dependency", "entropy"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(READ))
+def test_what_each_rule_reads(name):
+    assert sorted(make_rule(name).needs.names) == READ[name]
+
+
+def test_every_rule_is_in_that_table():
+    assert READ.keys() == RULES.keys() - {"shuffled"}
+
+
+def test_arguments_by_their_former_names():
+    former = {"target": "mask", "clip": [0.5, 2.0], "smooth_sigma": 1.5, "top_ratio": 0.6, "attention": False}
+    assert make_rule({"name": "attention_weights", **former}) == AttentionWeights("mask", (0.5, 2.0), 1.5, 0.6, False)
