@@ -40,7 +40,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         (
             "credit.vision_entropy.<module>",
             f"TINY = {number}",
-        ): "a maximum is 0, and so is what it divides, or far above"
+        ): "a maximum is 0, like what it divides, or far above"
         for number in ("1.5e-12", "6.666666666666667e-13")
     },
     (
