@@ -100,14 +100,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "inverse_vgr = 2 / vgr(mass.double(), sizes[:, None, :])",
     ): "a common factor, which the division by the mean takes out",
     (
-        "credit.attention_weights.AttentionWeights.weights",
-        "top = top_fraction(v[None], torch.ones(2, len(v), dtype=torch.bool), self.top_ratio)[0]",
-    ): "two equal rows, of which the first is taken",
-    (
-        "credit.attention_weights.AttentionWeights.weights",
-        "top = top_fraction(v[None], torch.ones(1, len(v), dtype=torch.bool), self.top_ratio)[-1]",
-    ): "of one row the last is the first",
-    (
         "credit.attention_weights.gaussian_smooth",
         "return padded.unfold(-1, 2 * radius + 1, 1) @ (kernel / kernel.sum())",
     ): "of one dimension the last is the first",
@@ -162,6 +154,10 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "learner.Learner._seed_dropout",
         "torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[-1]))",
     ): "of one number the last is the first",
+    (
+        "learner.Learner._try_gradients",
+        "return (self._accumulate_gradients(batch, loss), '?')",
+    ): "the message of a pass that fits is not read",
     (
         "learner.Learner.update",
         "metrics = {name: sum((step[name] for step in finite)) / len(finite) for name in finite[-1]}",
