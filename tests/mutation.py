@@ -89,7 +89,7 @@ TESTS = {
         "tests/unit/test_doors.py",
     ],
     "algorithm_spec": ["tests/unit/test_recipe.py", "tests/unit/test_loop.py"],
-    "learner": ["tests/unit/test_learner.py", "tests/unit/test_eight_bit.py"],
+    "learner": ["tests/unit/test_learner.py"],
     "actor": ["tests/unit/test_actor.py"],
     "reference": ["tests/unit/test_workers_from_config.py", "tests/unit/test_own_signals.py"],
     "micro_batches": ["tests/unit/test_micro_batches.py"],

@@ -13,7 +13,8 @@ from torch import nn
 
 from mtrl.models.parallel.ranks import Ranks
 from mtrl.utils.errors import DeviceFull, Diverged, PassesCut
-from mtrl.workers.learner import Learner, OptimizerSettings
+from mtrl.workers import learner
+from mtrl.workers.learner import Learner, OptimizerSettings, make_optimizer
 from mtrl.workers.micro_batches import MicroBatching
 
 RETURNS = torch.tensor([1.0, 2.0, 6.0])  # three rows
@@ -356,3 +357,12 @@ def test_the_size_is_the_smaller_of_checkpoint_and_last_attempt(found, saved, th
     learner.cut_to = found
     learner.restore("somewhere")
     assert (learner.cut_to, learner.version) == (then, 3)
+
+
+@pytest.mark.parametrize(("name", "made"), [({}, torch.optim.AdamW), ({"name": "adamw_8bit"}, torch.optim.SGD)])
+def test_the_optimizer_by_its_name(name, made, monkeypatch):
+    """The 8-bit one needs bitsandbytes; any other stands for it here."""
+    monkeypatch.setattr(learner, "EightBitAdamW", lambda parameters, **common: torch.optim.SGD(parameters))
+    settings = OptimizerSettings(**name)
+    assert settings.name == name.get("name", "adamw")
+    assert isinstance(make_optimizer([torch.zeros(1, requires_grad=True)], settings, fused=False), made)
