@@ -2,6 +2,7 @@
 
 import pickle
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -14,7 +15,7 @@ from mtrl.algorithms.credit.perception_filter import PerceptionFilter
 from mtrl.algorithms.credit.shuffled import take_signals
 from mtrl.algorithms.metrics import step_metrics
 from mtrl.algorithms.replay import ReplayRule
-from mtrl.compose.algorithm import make_algorithm, make_signals
+from mtrl.compose.algorithm import find_signal_fault, make_algorithm, make_signals
 from mtrl.compose.policy import check_signals_available
 from mtrl.config import ConfigError, load_config
 from mtrl.models.forward import Forward
@@ -287,3 +288,39 @@ def test_a_rule_whose_signal_nothing_measures(configured):
     message = "optimization.signals: Reads needs the signal mine, which nothing measures; there are old_logprobs, "
     with pytest.raises(ConfigError, match=message):
         check_signals_available(config, make_algorithm(config, 1), can_read_attention=True)
+
+
+@pytest.mark.parametrize(
+    ("declared", "fault"),
+    [
+        ({"name": "not a name"}, "its class needs a name, such as name = 'margin': letters, digits and _"),
+        ({"views": 3}, "views is 1 or 2, and model is policy or reference"),
+        ({"model": "critic"}, "views is 1 or 2, and model is policy or reference"),
+        (
+            {"model": "reference", "views": 2},
+            "the reference sees the original image alone; set views to 1, or model to policy",
+        ),
+        ({"views": 2}, None),
+        ({"model": "reference"}, None),
+    ],
+)
+def test_the_faults_of_a_declaration(declared, fault):
+    signal = SimpleNamespace(**{"name": "mine", "views": 1, "model": "policy"} | declared)
+    assert find_signal_fault(signal, []) == fault
+
+
+@pytest.mark.parametrize("key", ["policy_loss", "advantage_estimator"])
+def test_an_unknown_name_is_reported_under_its_key(key):
+    with pytest.raises(ConfigError, match=rf"optimization\.{key}: .*own\.py"):
+        make_algorithm(load_config(None, {f"optimization.{key}": "own.py:Missing"}), 1)
+
+
+def test_the_log_probs_of_the_reference_come_with_the_signals():
+    asked = []
+
+    def measure(rollouts, needs):
+        asked.append(needs.names)
+        return Signals()
+
+    Reference(SimpleNamespace(signals=measure)).signals(None, Needs("ref_logprobs"), None)
+    assert asked == [{"old_logprobs"}]
