@@ -13,6 +13,7 @@ Exit status 1: a run failed. Needs pip install 'mtrl[compare]'.
 from __future__ import annotations
 
 import json
+import os
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -32,12 +33,12 @@ def run(arguments: Sequence[str]) -> int:
     if find_spec("scipy") is None:
         raise StartError("mtrl compare needs scipy; pip install 'mtrl[compare]'")
     options, others = OPTIONS.parse_paths(arguments)
-    overrides = [argument for argument in others if "=" in argument and not Path(argument).exists()]
+    overrides = [argument for argument in others if "=" in argument and not os.path.exists(argument)]
     paths = [argument for argument in others if argument not in overrides]
     out = Path(options.out or "comparison")
     if len(paths) < 2:
         OPTIONS.error("name at least two configurations or runs; the others are compared with the first")
-    if runs := [path for path in paths if Path(path).is_dir()]:
+    if runs := [path for path in paths if os.path.isdir(path)]:
         if len(runs) < len(paths):
             other = next(path for path in paths if path not in runs)
             raise StartError(f"{runs[0]} is a directory and {other} is not; compare runs, or configurations")

@@ -44,7 +44,13 @@ def run(arguments: Sequence[str]) -> int:
 def check_new_file(name: str) -> Path:
     """The path, if it can be written: better checked before a model is loaded."""
     path = Path(name).expanduser()
-    if path.exists() or path.is_symlink():
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # such as a name that is too long
+        raise StartError(f"--out: {name}: {error.strerror}") from error
+    else:
         raise StartError(f"--out: {name} exists already; name another file, or remove it")
     if not path.parent.is_dir():
         raise StartError(f"--out: {path.parent} is no directory")

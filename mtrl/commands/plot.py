@@ -9,6 +9,7 @@ metrics is the run's curve.png, and any other is plot.png in the working directo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -30,7 +31,7 @@ def run(arguments: Sequence[str]) -> int:
     options, names = OPTIONS.parse_paths(arguments)
     if not names:
         OPTIONS.error("which run?")
-    paths = [Path(name) for index, name in enumerate(names) if index == 0 or Path(name).exists()]
+    paths = [Path(name) for index, name in enumerate(names) if index == 0 or os.path.exists(name)]
     paths = list(dict.fromkeys(paths))
     run_dirs = [path.parent if path.name == METRICS else path for path in (path.absolute() for path in paths)]
     labels = short_names(run_dirs) if len(set(run_dirs)) == len(paths) else map(str, paths)

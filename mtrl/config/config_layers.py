@@ -5,6 +5,7 @@ layers win key by key: mappings are merged, lists are replaced. In a file with a
 section, or a key that cannot be null, to its default. A file that is inherited twice counts once, at its first place.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_origin
@@ -105,9 +106,10 @@ def _find_bases(names: Any, path: Path, prefix: str, errors: list[str]) -> Itera
         errors.append(f"{prefix}: expected the name of a file, or a list of names; got {format_value(names)}")
         return
     for name in names:
-        neighbour = path.parent / Path(name).expanduser()
+        neighbour = path.parent / os.path.expanduser(name)
         candidates = () if name.startswith(PREFIX) else (neighbour, Path(f"{neighbour}.yaml"))
-        base = next((each for each in candidates if each.is_file()), None) or find_packaged(name)
+        # os.path: a name that is too long for a file is none, where Path.is_file() raises
+        base = next((each for each in candidates if os.path.isfile(each)), None) or find_packaged(name)
         if base is not None:
             yield base
             continue

@@ -20,7 +20,6 @@ from mtrl.data.row_settings import DataError, RowError
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Medium, Task
 
-INSTALL = "a row has a video, and PyAV is not installed: pip install 'mtrl[video]'"
 # Containers that hold their own frames; a playlist would make PyAV open or fetch other files.
 CONTAINERS = "mov,matroska,avi,mpeg,mpegts,flv,asf,ogg,gif,mpegvideo,h264,hevc,m4v"
 MAX_MISSING_SHARE = 0.02  # share of the header's frame count; the last frame replaces missing ones
@@ -148,7 +147,7 @@ def _count_frames(container: Any, stream: Any, fps: float) -> int:
 def _open_video(medium: Medium) -> Iterator[tuple[Any, Any, int]]:
     """Yield the container, its first video stream and the length of the file in bytes."""
     if find_spec("av") is None:
-        raise DataError(INSTALL)
+        raise DataError(f"{media_name(medium)} needs PyAV, which is not installed: pip install 'mtrl[video]'")
     import av
 
     with open_bytes(medium) as data:

@@ -46,6 +46,24 @@ def test_a_path_that_is_not_utf_8_gets_one_line_with_its_name(words, capsys):
     assert words[1].encode(errors="backslashreplace").decode() in line and "is not UTF-8 text" in line
 
 
+LONG = "x" * 300  # more than a file may be called
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["compare", "a.yaml", "b.yaml", f"dataset.name={LONG}"],
+        ["compare", LONG, "b.yaml"],
+        ["plot", "run", LONG],
+        ["eval", "zoo", "--out", LONG],
+    ],
+)
+def test_an_argument_that_is_too_long_for_a_file_gets_an_answer(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith("mtrl: ")
+
+
 def test_control_characters_of_an_argument_do_not_reach_the_terminal(capsys):
     assert main(["config", "a\x1b[2J.b=1"]) == 2
     said = capsys.readouterr().err

@@ -119,6 +119,8 @@ def test_cycles_name_the_file_the_line_and_the_way(write):
     ("base", "message"),
     [
         ("nowhere.yaml", "nowhere.yaml: no such file next to this one, nor a packaged one"),
+        (300 * "x", "no such file next to this one, nor a packaged one"),
+        ("~nobody-of-this-name/a.yaml", "no such file next to this one, nor a packaged one"),
         ("experiments/dapoo", "did you mean experiments/dapo.yaml"),
         ("7", "expected the name of a file, or a list of names; got"),
         ("[]", "expected the name of a file"),
