@@ -3,6 +3,7 @@
 import os
 import re
 from difflib import SequenceMatcher, get_close_matches
+from functools import cache
 from pathlib import Path
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
@@ -10,6 +11,7 @@ PREFIX = "mtrl:"  # always names a packaged configuration, whatever is in the wo
 _MAX_SUGGESTED = 3
 
 
+@cache
 def packaged_configs() -> dict[str, Path]:
     """The packaged configurations by their names."""
     return {path.relative_to(CONFIG_DIR).as_posix(): path for path in sorted(CONFIG_DIR.rglob("*.yaml"))}
