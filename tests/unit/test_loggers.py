@@ -181,6 +181,7 @@ def test_wandb_without_its_server_is_offline_after_a_short_wait(tmp_path, monkey
     (line,) = [record.message for record in caplog.records if record.name.startswith("mtrl.")]
     assert timeouts == [15, 15] and line.startswith("wandb cannot be reached")
     assert not asked, "the user's name would take up to 10 seconds more"
+    wandb.teardown()  # the file is complete when wandb's service has ended, as at the end of a run
     (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     assert (
         b"reward/overall" in file.read_bytes()
