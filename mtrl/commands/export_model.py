@@ -19,7 +19,7 @@ from mtrl.config import Config, ConfigError, load_config
 from mtrl.config.tree import known_leaves
 from mtrl.config.yaml_io import write_yaml
 from mtrl.data.hub import connection_error, is_model_id
-from mtrl.models.adapters import base_path, is_adapter
+from mtrl.models.checkpoint_files import base_path, is_adapter
 from mtrl.models.load_model import load_model
 from mtrl.models.save_pretrained import is_vision_model, read_dtype, read_encoder_files, size_on_disk, write_model
 from mtrl.report.model_card import CURVE, SAMPLES, CardRun, ExportedModel, model_card

@@ -20,8 +20,9 @@ from mtrl.data.cache import default_cache_dir
 from mtrl.data.hub import check_model_available
 from mtrl.data.templates import read_template
 from mtrl.models.activation_checkpointing import enable_activation_checkpointing
-from mtrl.models.adapters import add_adapters, base_path, has_adapters, is_adapter, quantize_base, reset_adapters
+from mtrl.models.adapters import add_adapters, has_adapters, quantize_base, reset_adapters
 from mtrl.models.backbone import Backbone
+from mtrl.models.checkpoint_files import base_path, is_adapter
 from mtrl.models.compile_cache import set_compile_cache
 from mtrl.models.families import TextEncoder, encoder_files, load_encoder, register_family
 from mtrl.models.forward import Forward

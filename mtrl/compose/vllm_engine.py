@@ -10,7 +10,7 @@ import torch
 from mtrl.compose import algorithm
 from mtrl.compose.task_source import has_videos
 from mtrl.config import Config, ConfigError
-from mtrl.models.adapters import base_path, is_adapter
+from mtrl.models.checkpoint_files import base_path, is_adapter
 from mtrl.models.families import TextEncoder
 from mtrl.models.forward import Forward
 from mtrl.models.state_dicts import exported_weights

@@ -40,8 +40,9 @@ from mtrl.distributed.learner_proxy import (
 from mtrl.distributed.remote_proxy import RemoteProxy
 from mtrl.distributed.torchrun_group import TorchrunWorkerGroup, join_ranks, serve
 from mtrl.memory.pass_sizes import PassSizes
-from mtrl.models.adapters import base_path, has_adapters, inject_adapters
+from mtrl.models.adapters import has_adapters, inject_adapters
 from mtrl.models.backbone import Backbone, explain_no_sequence_parallel
+from mtrl.models.checkpoint_files import base_path
 from mtrl.models.families import TextEncoder, load_model_config
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import DTYPES, empty_model, load_model

@@ -20,15 +20,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mtrl.models.checkpoint_files import read_json_object
+from mtrl.models.checkpoint_files import ADAPTER_BASE, ADAPTER_CONFIG, is_adapter, read_json_object
 from mtrl.models.parallel.fsdp import full_tensor, is_sharded
 from mtrl.models.quantized import four_bit_layers, quantize
-from mtrl.utils.embedded_models import NOT_INSTALLED, current_path, is_not_installed
 
 ADAPTER = "default"  # peft's name for the only adapter of a model
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # starts every name in peft's files
-BASE = "base_model_name_or_path"
 
 
 @dataclass(frozen=True)
@@ -208,28 +206,6 @@ def merge_adapters(model: Any) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- on disk
-def is_adapter(path: str | Path) -> bool:
-    """Whether a directory holds adapters of another model, rather than a model."""
-    return Path(path, CONFIG).is_file()
-
-
-def base_path(path: str | Path) -> str:
-    """The path of a model's base: the path itself, unless it holds adapters."""
-    if not is_adapter(path):
-        return str(path)
-    base = read_json_object(Path(path, CONFIG)).get(BASE)
-    if not isinstance(base, str) or not base:
-        raise ValueError(f"{Path(path, CONFIG)} does not say which model its adapters are for ({BASE})")
-    base = current_path(base)
-    if is_not_installed(base):
-        raise ValueError(f"{path} holds adapters of an embedded model; {NOT_INSTALLED}")
-    if Path(base).is_absolute() and not Path(base).is_dir():
-        raise ValueError(
-            f"{path} holds adapters of {base}, which does not exist; put it back, or set {BASE} in {CONFIG}"
-        )
-    return base
-
-
 def adapter_tensors(model: Any) -> dict[str, Tensor]:
     """The adapters' tensors by their names in peft's files."""
     return {
@@ -242,11 +218,12 @@ def save_adapters(model: Any, tensors: Mapping[str, Tensor], directory: Path) ->
     """Write `tensors`, a model's adapters now or at an earlier moment. The base's config.json is not written:
     transformers takes a directory that has one for a whole model."""
     settings, base = model.peft_config[ADAPTER], model.name_or_path
-    setattr(settings, BASE, str(Path(base).resolve()) if Path(base).exists() else base)
+    setattr(settings, ADAPTER_BASE, str(Path(base).resolve()) if Path(base).exists() else base)
     settings.save_pretrained(directory)
-    written = read_json_object(directory / CONFIG)  # peft writes its sets in any order: the file would differ each time
+    # peft writes its sets in any order: the file would differ each time.
+    written = read_json_object(directory / ADAPTER_CONFIG)
     ordered = {name: sorted(value) if isinstance(value, list) else value for name, value in written.items()}
-    (directory / CONFIG).write_text(json.dumps(ordered, indent=2, sort_keys=True), encoding="utf-8")
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(ordered, indent=2, sort_keys=True), encoding="utf-8")
     save_file({name: each.contiguous() for name, each in tensors.items()}, directory / WEIGHTS, {"format": "pt"})
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(directory)
@@ -263,7 +240,7 @@ def load_adapters(model: Any, directory: Path) -> None:
 def read_adapters(model: Any, directory: Path) -> dict[str, Tensor]:
     """Read adapters that `save_adapters` wrote for such a model; missing or unknown tensors are an error."""
     if not is_adapter(directory):
-        raise ValueError(f"it has no adapters ({CONFIG})")
+        raise ValueError(f"it has no adapters ({ADAPTER_CONFIG})")
     try:
         saved = load_file(directory / WEIGHTS)
     except (OSError, SafetensorError) as error:
@@ -276,7 +253,7 @@ def read_adapters(model: Any, directory: Path) -> dict[str, Tensor]:
     }
     if problems := [f"{len(names)} {what} ({min(names)})" for what, names in wrong.items() if names]:
         raise ValueError(f"its adapters are {', '.join(problems)}")
-    now, then = model.peft_config[ADAPTER], read_json_object(directory / CONFIG)
+    now, then = model.peft_config[ADAPTER], read_json_object(directory / ADAPTER_CONFIG)
     if (now.r, now.lora_alpha) != (then.get("r"), then.get("lora_alpha")):
         raise ValueError(f"its adapters have rank {then.get('r')} and alpha {then.get('lora_alpha')}")
     return saved

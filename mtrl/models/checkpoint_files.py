@@ -11,6 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from mtrl.utils.embedded_models import NOT_INSTALLED, current_path, is_not_installed
 from mtrl.utils.files import regular_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -18,6 +19,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+ADAPTER_CONFIG, ADAPTER_BASE = "adapter_config.json", "base_model_name_or_path"  # peft's file, and its key
 SETTINGS_FILES = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
 AGAIN = "it is damaged or half downloaded; get it again"
@@ -28,6 +30,29 @@ def check_files(path: str | Path, names: Sequence[str]) -> None:
     for file in (Path(path, name) for name in names):
         if _exists(file) and file.suffix == ".json":
             read_json_object(file)
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Whether a directory holds adapters of another model, rather than a model."""
+    return Path(path, ADAPTER_CONFIG).is_file()
+
+
+def base_path(path: str | Path) -> str:
+    """The path of a model's base: the path itself, unless it holds adapters."""
+    if not is_adapter(path):
+        return str(path)
+    base = read_json_object(Path(path, ADAPTER_CONFIG)).get(ADAPTER_BASE)
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"{Path(path, ADAPTER_CONFIG)} does not say which model its adapters are for ({ADAPTER_BASE})")
+    base = current_path(base)
+    if is_not_installed(base):
+        raise ValueError(f"{path} holds adapters of an embedded model; {NOT_INSTALLED}")
+    if Path(base).is_absolute() and not Path(base).is_dir():
+        raise ValueError(
+            f"{path} holds adapters of {base}, which does not exist; put it back, or set {ADAPTER_BASE} in "
+            f"{ADAPTER_CONFIG}"
+        )
+    return base
 
 
 def check_weight_files(path: str | Path) -> None:

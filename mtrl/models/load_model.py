@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from mtrl.models.adapters import base_path, is_adapter, merge_saved_adapters
-from mtrl.models.checkpoint_files import check_weight_files
+from mtrl.models.adapters import merge_saved_adapters
+from mtrl.models.checkpoint_files import base_path, check_weight_files, is_adapter
 from mtrl.models.families import VISION_FAMILIES, describe_error, load_model_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from mtrl.models.adapters import base_path
-from mtrl.models.checkpoint_files import convert_disk_errors
+from mtrl.models.checkpoint_files import base_path, convert_disk_errors
 from mtrl.models.families import VISION_FAMILIES, encoder_files, load_encoder, load_model_config
 from mtrl.models.load_model import DTYPES
 from mtrl.models.state_dicts import exported_weights, save_model

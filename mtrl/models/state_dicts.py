@@ -12,15 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from mtrl.models.adapters import (
-    MergedWeights,
-    adapter_tensors,
-    has_adapters,
-    is_adapter,
-    read_adapters,
-    save_adapters,
-)
-from mtrl.models.checkpoint_files import WEIGHTS
+from mtrl.models.adapters import MergedWeights, adapter_tensors, has_adapters, read_adapters, save_adapters
+from mtrl.models.checkpoint_files import WEIGHTS, is_adapter
 from mtrl.models.load_model import from_pretrained
 from mtrl.models.parallel.fsdp import distribute_from_rank0, full_tensor, is_sharded, unsharded_class
 from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks

@@ -13,13 +13,12 @@ from mtrl.models.adapters import (
     adapter_parameters,
     adapter_tensors,
     add_adapters,
-    base_path,
-    is_adapter,
     load_adapters,
     merge_adapters,
     reset_adapters,
 )
 from mtrl.models.backbone import Backbone
+from mtrl.models.checkpoint_files import base_path, is_adapter
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import load_model
 from mtrl.models.state_dicts import checkpoint_weights, exported_weights, load_weights, save_model

@@ -11,7 +11,7 @@ import pytest
 from mtrl import cli
 from mtrl.compose.policy import model_path
 from mtrl.config import load_config
-from mtrl.models.adapters import base_path
+from mtrl.models.checkpoint_files import base_path
 from mtrl.utils import embedded_models
 from mtrl.utils.embedded_models import FOLDERS, MODELS, NOT_INSTALLED, find_weights
 

@@ -21,8 +21,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import cached_file
 
-from mtrl.models.adapters import base_path
-from mtrl.models.checkpoint_files import SETTINGS_FILES, TOKENIZER_FILES, check_files
+from mtrl.models.checkpoint_files import SETTINGS_FILES, TOKENIZER_FILES, base_path, check_files
 from mtrl.models.families.qwen_vl import QwenVLEncoder as QwenVLEncoder
 from mtrl.models.families.text import TextEncoder as TextEncoder
 from mtrl.protocols import ImageSettings, VideoSettings
