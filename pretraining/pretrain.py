@@ -31,8 +31,9 @@ from mtrl.embedded import scenes
 from mtrl.embedded.pictures import CELL
 from mtrl.embedded.scenes import SIDE
 from mtrl.embedded.task import KINDS, TEST_QUESTIONS, VALUES, make_question
-from mtrl.models.backbone import Backbone, Features, prompt_positions, vision_tokens
+from mtrl.models.backbone import Backbone, prompt_positions, vision_tokens
 from mtrl.models.families import TextEncoder, load_encoder
+from mtrl.models.families.model_family import Features
 from mtrl.models.layout import continue_positions
 from mtrl.models.load_model import load_model
 from mtrl.rollout.local import LocalGenerator
@@ -190,7 +191,7 @@ def teacher_loss(backbone: Backbone, examples: ExampleBatch, batch: Tensor, demo
     """Mean negative log-prob of the response tokens of one demonstration per example of the batch."""
     patches_per_side = math.isqrt(examples.pixels.shape[1])
     grids = ((1, patches_per_side, patches_per_side),) * len(batch)
-    features = backbone.run_tower(examples.pixels[batch].flatten(0, 1), grids).pooler_output
+    features = backbone.images.run_tower(examples.pixels[batch].flatten(0, 1), grids).pooler_output
     ids, predicts = examples.ids[batch, demonstration], examples.predicts[batch, demonstration]
     hidden = backbone.forward_text(
         ids, examples.positions[batch].transpose(0, 1), examples.is_vision[batch], [Features(features)]

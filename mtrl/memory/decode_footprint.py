@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mtrl.memory.live_tensors import LiveTensors
 from mtrl.models.backbone import Backbone, prompt_positions
+from mtrl.models.families import find_family
 from mtrl.protocols import PromptEncoder
 from mtrl.rollout.decode.arena import GROWTH
 from mtrl.rollout.decode.buffers import Buffers, Mode, Room
@@ -61,7 +62,7 @@ def run_graph_prefill(backbone: Backbone, encoder: PromptEncoder, prompts: Seque
 
 def count_graph_engine(model: Any, compute: torch.dtype, batch: Batch, on_gpu: bool = True) -> Parts:
     """Bytes held from before the prefill to the last token, in addition to activations."""
-    lm = getattr(model.model, "language_model", model.model)
+    lm = find_family(model.config).find_language_model(model)
     output = model.get_output_embeddings().weight
     copied = {id(p): p.numel() for p in (*lm.parameters(), output) if p.dtype != compute}
     weights: Any = Shapes(replace(decoder_shape(lm), vocabulary=len(output)), compute)
@@ -97,5 +98,5 @@ class Shapes:
 
 def supports_graphs(model: Any) -> bool:
     """Whether the graph engine knows the layers of this model."""
-    lm = getattr(model.model, "language_model", model.model)
+    lm = find_family(model.config).find_language_model(model)
     return explain_unsupported(lm, model.get_output_embeddings()) is None

@@ -20,8 +20,9 @@ from mtrl.memory.live_tensors import LiveTensors
 from mtrl.memory.plan import Plan
 from mtrl.models.activation_checkpointing import enable_activation_checkpointing
 from mtrl.models.adapters import ADAPTER, AdapterSettings, adapter_layers, inject_adapters
-from mtrl.models.backbone import Backbone, Features, check_supported
-from mtrl.models.families import TextEncoder, describe_error
+from mtrl.models.backbone import Backbone, check_supported
+from mtrl.models.families import TextEncoder, describe_error, find_family
+from mtrl.models.families.model_family import Features
 from mtrl.models.families.vision import rotary_positions
 from mtrl.models.load_model import DTYPES, find_model_class
 from mtrl.models.masked_attention import DocumentMask
@@ -44,14 +45,15 @@ class FakeModel:
         except Exception as error:  # contradictory numbers in a config.json end in any error
             raise ValueError(f"no model can be built from its config.json: {describe_error(error)}") from error
         check_supported(self.model)
-        self.tower: Any = getattr(self.model.model, "visual", None)
+        family = find_family(config)
+        self.tower: Any = family.find_vision_tower(self.model)
         if self.tower is not None:
             self.tower.requires_grad_(plan.train_vision)
         if plan.adapters is not None:
             self._add_adapters(plan.adapters)
-        self.language_model: Any = getattr(self.model.model, "language_model", self.model.model)
+        self.language_model: Any = family.find_language_model(self.model)
         self.layers = self.language_model.layers
-        self.blocks: Any = [] if self.tower is None else self.tower.blocks
+        self.blocks: Any = family.find_vision_layers(self.model)
         self.encoder = FakeEncoder(self)
         if self.tower is not None:
             if self._deepstack:  # layers that remain after a cut

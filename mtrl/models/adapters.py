@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mtrl.models.checkpoint_files import ADAPTER_BASE, ADAPTER_CONFIG, is_adapter, read_json_object
+from mtrl.models.families import find_family
 from mtrl.models.parallel.fsdp import full_tensor, is_sharded
 from mtrl.models.quantized import four_bit_layers, quantize
 
@@ -82,7 +83,7 @@ def _inject(model: Any, config: Any, dtype: torch.dtype, empty: bool = False) ->
 def find_target_modules(model: Any, targets: Sequence[str] | None, vision_tower: bool) -> list[str]:
     """The full names of the projections that get adapters. Raises a ValueError for a target without projections, since
     training would silently ignore it."""
-    language, vision = _find_projections(model)
+    language, vision = find_family(model.config).list_projections(model)
     names = language + vision if vision_tower else language
     if targets is not None:
         names = [name for name in names if any(_ends_with(name, target) for target in targets)]
@@ -97,16 +98,8 @@ def find_target_modules(model: Any, targets: Sequence[str] | None, vision_tower:
 
 def layer_projections(model: Any) -> list[nn.Linear]:
     """The projections of the language model's layers, without the matrices of adapters."""
-    return [model.get_submodule(name) for name in _find_projections(model)[0] if ".lora_" not in name]
-
-
-def _find_projections(model: Any) -> tuple[list[str], list[str]]:
-    """Names of the projections of the language model's layers, and of the vision tower."""
-    inside = "model.language_model." if hasattr(model.model, "language_model") else "model."
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    parts = (f"{inside}layers.", "model.visual.")
-    language, vision = ([name for name in names if name.startswith(part)] for part in parts)
-    return language, vision
+    names = find_family(model.config).list_projections(model)[0]
+    return [model.get_submodule(name) for name in names if ".lora_" not in name]
 
 
 def _ends_with(name: str, target: str) -> bool:
@@ -115,7 +108,8 @@ def _ends_with(name: str, target: str) -> bool:
 
 def _list_names(model: Any) -> str:
     """The possible targets, for a message."""
-    language, vision = ({name.rpartition(".")[2] for name in part} for part in _find_projections(model))
+    parts = find_family(model.config).list_projections(model)
+    language, vision = ({name.rpartition(".")[2] for name in part} for part in parts)
     layers = f"its layers have {', '.join(sorted(language))}"
     return layers + (f"; its vision tower (lora_vision_tower=true) has {', '.join(sorted(vision))}" if vision else "")
 
@@ -133,7 +127,7 @@ def reset_adapters(model: Any, seed: int) -> None:
 def quantize_base(model: Any, device: torch.device) -> None:
     """Quantize the projections of the language model's layers to 4 bits, not embeddings, output matrix, norms and
     vision tower, and move the model to the device."""
-    quantize(model, _find_projections(model)[0], device)
+    quantize(model, find_family(model.config).list_projections(model)[0], device)
     model.to(device)
 
 

@@ -6,25 +6,19 @@ per prompt and view, however many rows contain them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import DynamicCache as Cache
 from transformers import PreTrainedModel
-from transformers.vision_utils import (
-    get_vision_interpolation_indices_and_weights,
-    get_vision_position_ids,
-    get_vision_window_index,
-)
 
 from mtrl.models import patches
-from mtrl.models.adapters import adapter_parameters
-from mtrl.models.device_copy import to_device
+from mtrl.models.adapters import adapter_layers, adapter_parameters
+from mtrl.models.families import find_family
+from mtrl.models.families.model_family import Features
 from mtrl.models.masked_attention import ATTENTION, CAUSAL, FLEX_COLUMNS, AttentionReader, DocumentMask, use_attention
 from mtrl.models.model_size import head_width
 from mtrl.models.parallel.fsdp import compute_device
@@ -32,25 +26,7 @@ from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
 from mtrl.models.parallel.sequence import SequenceParallelGroup, explain_indivisible_heads
 from mtrl.types import VISION_POOL, Prompt
 
-Grid = tuple[int, int, int]
-Key = TypeVar("Key", bound=Hashable)
-Value = TypeVar("Value")
-CACHED_IMAGES = 512  # entries of about 100 kB each for large images
-CACHED_BATCHES = 16  # entries of about 10 MB each for hundreds of large images, on the device
-SHARED_PREFIX_FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # tested
 LOGITS_CHANGED_BY = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-
-
-@dataclass(frozen=True, eq=False)
-class Features:
-    """Features of one prompt's images: [image tokens, H], and the same for each deepstack layer."""
-
-    embeds: Tensor
-    deepstack: tuple[Tensor, ...] = ()
-
-    def rows(self, index: Tensor) -> Features:
-        """The features of some image tokens."""
-        return Features(self.embeds[index], tuple(layer[index] for layer in self.deepstack))
 
 
 class Backbone:
@@ -72,21 +48,21 @@ class Backbone:
         check_supported(model)
         self.model, self.ranks = model, ranks
         self.compute_dtype = compute_dtype or model.dtype
-        self.vision_tower: Any = getattr(model.model, "visual", None)
-        self.language_model: Any = getattr(model.model, "language_model", model.model)
+        self.family = find_family(model.config)
+        self.vision_tower: Any = self.family.find_vision_tower(model)
+        self.language_model: Any = self.family.find_language_model(model)
         use_attention(self.language_model)
         patches.use_no_dropout(model)
         self.wide_adapters = any(
             each.dtype.itemsize > self.compute_dtype.itemsize for each in adapter_parameters(model).values()
         )
         if self.wide_adapters:
-            patches.use_narrow_adapters(model)
+            patches.use_narrow_adapters(adapter_layers(model))
+        self.images: Any = None  # an ImageEncoder
         if self.vision_tower is not None:
-            patches.use_segment_attention(self.vision_tower)
-            patches.use_linear_patches(self.vision_tower)
-            if self.device.type == "cuda" and self.compute_dtype.itemsize == 2:
-                patches.use_padded_mlps(self.vision_tower)
-            self.vision_indices = VisionIndices(self.vision_tower)
+            narrow_cuda = self.device.type == "cuda" and self.compute_dtype.itemsize == 2
+            self.family.prepare_tower(self.vision_tower, narrow_cuda=narrow_cuda)
+            self.images = self.family.image_encoder(model, self.vision_tower)
         if compiled:
             patches.use_compiled_pieces(model)
 
@@ -108,54 +84,25 @@ class Backbone:
         visual = [i for i, prompt in enumerate(inputs) if "pixel_values" in prompt]
         features: list[Features | None] = [None] * len(inputs)
         if not visual:
-            if self.vision_tower is not None and self.ranks.any_rank(False):
-                features[0] = self.dummy_vision_pass()
+            if self.images is not None and self.ranks.any_rank(False):
+                features[0] = self.encode_blank_image()
             return features
         self.ranks.any_rank(True)
-        assert self.vision_tower is not None, "a text model was given an image"
-        grids = tuple(tuple(grid) for i in visual for grid in inputs[i]["image_grid_thw"].tolist())
-        output = self.run_tower(torch.cat([inputs[i]["pixel_values"] for i in visual]), grids)
-        merged = self.vision_tower.spatial_merge_size**2
-        sizes = [int(inputs[i]["image_grid_thw"].prod(1).sum()) // merged for i in visual]
-        layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-        by_prompt = zip(*(layer.split(sizes) for layer in layers), strict=True)
-        for i, (embeds, *deepstack) in zip(visual, by_prompt, strict=True):
-            features[i] = Features(embeds, tuple(deepstack))
+        for i, encoded in zip(visual, self._run_tower([inputs[i] for i in visual]), strict=True):
+            features[i] = encoded
         return features
 
-    def select_images(self, inputs: dict[str, Tensor], tokens: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """The inputs of the images of a prompt that contain some of these image tokens, and the index of every image
-        token of the prompt among the tokens of these images."""
-        if not len(tokens):
-            return {}, torch.empty(0, dtype=torch.long)
-        grids = inputs["image_grid_thw"].cpu()
-        sizes = grids.prod(1)
-        images = torch.arange(len(sizes)).repeat_interleave(sizes // self.vision_tower.spatial_merge_size**2)
-        wanted = torch.zeros(len(sizes), dtype=torch.bool)
-        wanted[images[tokens]] = True
-        pixels = inputs["pixel_values"]
-        selected = to_device(wanted.repeat_interleave(sizes), pixels.device)
-        return {"pixel_values": pixels[selected], "image_grid_thw": grids[wanted]}, wanted[images].cumsum(0) - 1
-
-    def dummy_vision_pass(self) -> Features:
+    def encode_blank_image(self) -> Features:
         """Run the tower over one blank image and drop its tokens, while other ranks encode images: a sharded tower runs
         on all ranks or on none. The tower gets gradients of zeros."""
-        tower = self.vision_tower
-        width = tower.patch_embed.proj.weight[0].numel()
-        side = tower.spatial_merge_size
-        output = self.run_tower(torch.zeros(side * side, width), ((1, side, side),))
-        layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-        embeds, *deepstack = (layer[:0] for layer in layers)
-        return Features(embeds, tuple(deepstack))
+        assert self.images is not None
+        (blank,) = self._run_tower([self.images.blank()])
+        return blank.rows(slice(0))
 
-    def run_tower(self, pixels: Tensor, grids: tuple[Grid, ...]) -> Any:
-        """Run the vision tower over all patches of images of these grids."""
+    def _run_tower(self, inputs: Sequence[dict[str, Tensor]]) -> list[Features]:
+        assert self.images is not None, "a text model was given an image"
         with self._precision():
-            return self.vision_tower(
-                pixels.to(self.device, self.vision_tower.dtype),
-                grid_thw=torch.tensor(grids),
-                **self.vision_indices(grids, self.device),
-            )
+            return self.images.encode(inputs, self.device)
 
     def forward_text(
         self,
@@ -192,7 +139,7 @@ class Backbone:
         with self._precision():
             output = self.language_model(
                 inputs_embeds=embeds,
-                position_ids=positions[0] if self.vision_tower is None else positions,
+                position_ids=positions if self.family.position_axes == 3 else positions[0],
                 attention_mask=None if attention_mask is None else self._convert_mask(attention_mask, embeds.dtype),
                 past_key_values=cache,
                 use_cache=cache is not None,
@@ -231,7 +178,7 @@ class Backbone:
         """Whether responses of a group may follow one copy of their prompt: the model must depend on the order of
         tokens only through positions and mask."""
         takes_masks = self.uses_own_attention or self.language_model.config._attn_implementation == "eager"
-        return takes_masks and self.model.config.model_type in SHARED_PREFIX_FAMILIES
+        return takes_masks and self.family.shares_prefix
 
     def make_mask(self, documents: DocumentMask, packed: bool) -> Tensor | BlockMask:
         """The mask for the kernels of this device: blocks for one packed sequence, otherwise a matrix for each."""
@@ -269,7 +216,7 @@ def check_supported(model: PreTrainedModel) -> None:
 
 def explain_no_sequence_parallel(config: Any, sp_size: int) -> str | None:
     """Why this many ranks cannot split the sequences of a model of this configuration; None if they can."""
-    if config.model_type not in SHARED_PREFIX_FAMILIES:  # as for a shared prefix, only positions and mask may matter
+    if not find_family(config).splits_sequences:
         return f"it is not known to be exact for the family {config.model_type!r}; set it to 1"
     text = config.get_text_config()
     return explain_indivisible_heads(text.num_attention_heads, text.num_key_value_heads, sp_size)
@@ -284,70 +231,3 @@ def prompt_positions(inputs: dict[str, Tensor]) -> Tensor:
 def vision_tokens(prompt: Prompt) -> Tensor:
     """[L] bool: where the prompt's image features go."""
     return prompt.token_pool == VISION_POOL
-
-
-class VisionIndices:
-    """Caches indices that a vision tower would otherwise compute image by image in Python, at every call.
-
-    Called with the grids of a batch (patches in time, height and width of each image) it returns keyword arguments for
-    the tower. Boundaries stay on the CPU, where `segment_attention` reads them without waiting for the device.
-    """
-
-    def __init__(self, tower: Any) -> None:
-        self.tower = tower
-        self._batches: dict[tuple[tuple[Grid, ...], torch.device], dict[str, Any]] = {}
-        self._images: dict[Grid, dict[str, Tensor]] = {}
-
-    def __call__(self, grids: tuple[Grid, ...], device: torch.device) -> dict[str, Any]:
-        return get_or_make(self._batches, (grids, device), partial(self._make_batch, grids, device), CACHED_BATCHES)
-
-    def _make_batch(self, grids: tuple[Grid, ...], device: torch.device) -> dict[str, Any]:
-        images = [get_or_make(self._images, grid, partial(self._make_image, grid), CACHED_IMAGES) for grid in grids]
-        indices: dict[str, Any] = {
-            name: to_device(torch.cat([image[name] for image in images]), device)
-            for name in ("position_ids", "interp_indices", "interp_weights")
-            if name in images[0]
-        }
-        frames = torch.tensor([height * width for time, height, width in grids for _ in range(time)])
-        indices |= _boundaries("cu_seqlens", "max_seqlen", frames)
-        if "window_index" in images[0]:
-            start, shifted = 0, []
-            for image in images:
-                shifted.append(image["window_index"] + start)
-                start += len(image["window_index"])
-            indices["window_index"] = to_device(torch.cat(shifted), device)
-            windows = torch.cat([image["cu_window_seqlens"].diff() for image in images])
-            indices |= _boundaries("cu_window_seqlens", "max_window_seqlen", windows)
-        return indices
-
-    def _make_image(self, grid: Grid) -> dict[str, Tensor]:
-        """The indices of one image, by the functions of transformers."""
-        tower, grid_thw = self.tower, torch.tensor([grid])
-        indices = {"position_ids": get_vision_position_ids(grid_thw, tower.spatial_merge_size)}
-        if hasattr(tower, "window_size"):
-            indices["window_index"], indices["cu_window_seqlens"] = get_vision_window_index(
-                grid_thw, tower.spatial_merge_size, tower.window_size, tower.patch_size
-            )
-        if hasattr(tower, "num_grid_per_side"):
-            indices["interp_indices"], indices["interp_weights"] = get_vision_interpolation_indices_and_weights(
-                grid_thw,
-                num_grid_per_side=tower.num_grid_per_side,
-                mode=tower.interpolation_mode,
-                align_corners=tower.interpolation_align_corners,
-                spatial_merge_size=tower.spatial_merge_size,
-            )
-        return indices
-
-
-def get_or_make(cache: dict[Key, Value], key: Key, make: Callable[[], Value], limit: int) -> Value:
-    """The cached value of a key; beyond the limit the least recently used one is dropped."""
-    value = cache.pop(key) if key in cache else make()
-    cache[key] = value
-    if len(cache) > limit:
-        del cache[next(iter(cache))]
-    return value
-
-
-def _boundaries(name: str, maximum: str, lengths: Tensor) -> dict[str, Any]:
-    ends = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
-    return {name: ends, maximum: int(lengths.max())}

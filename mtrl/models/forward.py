@@ -25,8 +25,9 @@ from mtrl.algorithms.signals import (
 )
 from mtrl.algorithms.vocab import CHUNK_POSITIONS, TokenScores, full_kl, map_log_probs, support_mass, token_scores
 from mtrl.models.attention_maps import PatchReader, make_image_readers
-from mtrl.models.backbone import Backbone, Features, prompt_positions, vision_tokens
+from mtrl.models.backbone import Backbone, prompt_positions, vision_tokens
 from mtrl.models.device_copy import to_device
+from mtrl.models.families.model_family import Features
 from mtrl.models.layout import Layout, lay_out
 from mtrl.models.masked_attention import AttentionReader, MapReader, MassReader
 from mtrl.models.parallel.sequence import SequenceParallelGroup
@@ -217,7 +218,7 @@ class Forward:
         wanted = {key: [torch.empty(0, dtype=torch.long)] for key in inputs}  # by all documents of a prompt
         for key, tokens in zip(keys, own, strict=True):
             wanted[key].append(tokens)
-        selected = {key: self.backbone.select_images(inputs[key], torch.cat(wanted[key])) for key in inputs}
+        selected = {key: self.backbone.images.select(inputs[key], torch.cat(wanted[key])) for key in inputs}
         encoded = dict(zip(inputs, self.backbone.encode_images([each for each, _ in selected.values()]), strict=True))
         features: list[Features | None] = []
         for key, tokens in zip(keys, own, strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification
 
-from mtrl.models.families import VISION_FAMILIES, load_model_config
+from mtrl.models.families import VISION_FAMILIES, find_family, load_model_config
 from mtrl.models.load_model import build_empty
 
 
@@ -45,7 +45,7 @@ def model_size(model: Any) -> ModelSize:
         output=output.numel(),
         layers=text.num_hidden_layers,
         keys=head_width(text) * key_heads,
-        read=_count(getattr(model.model, "language_model", model.model)),
+        read=_count(find_family(model.config).find_language_model(model)),
     )
 
 

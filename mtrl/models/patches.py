@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from mtrl.models.adapters import adapter_layers
 from mtrl.models.device_copy import to_device
 
 # transformers passes segment boundaries (`cu_seq_lens_q`) only to implementations with "flash" in their name.
@@ -152,13 +151,13 @@ def use_no_dropout(model: Any) -> None:
             module.attention_dropout = 0.0
 
 
-def use_narrow_adapters(model: nn.Module) -> None:
+def use_narrow_adapters(adapted: Iterable[Any]) -> None:
     """Let adapters that are wider than the products take their input unchanged; autocast narrows their weights.
 
     Why: peft widens every input to the dtype of the adapter, and autocast narrows it again: two more copies of each
     hidden state for each projection. Unnecessary once peft leaves the dtype to autocast when autocast is on.
     """
-    for layer in adapter_layers(model):
+    for layer in adapted:
         layer.cast_input_dtype_enabled = False
 
 

@@ -66,8 +66,8 @@ def passes(family, ranks=SINGLE_PROCESS):
     """Log-probs, signals, and gradients of a loss that no token has to itself, by layout."""
     backbone = fresh_backbone(family)
     backbone.ranks = ranks
-    widths, patches, run_tower = [], [], backbone.run_tower
-    backbone.run_tower = lambda pixels, grids: patches.append(len(pixels)) or run_tower(pixels, grids)
+    widths, patches, run_tower = [], [], backbone.images.run_tower
+    backbone.images.run_tower = lambda pixels, grids: patches.append(len(pixels)) or run_tower(pixels, grids)
     backbone.language_model.layers[0].mlp.register_forward_hook(lambda _, given, made: widths.append(made.shape[1]))
     rollouts = random_rollouts(prompts_for(family), *MIXED)
     views = [Perturbation(seed=3).view(prompt, 1) for prompt in rollouts.prompts]

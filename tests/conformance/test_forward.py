@@ -19,7 +19,8 @@ from tiny_models import (
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mtrl.algorithms.signals import DEPENDENCY_LIMIT
-from mtrl.models.backbone import SHARED_PREFIX_FAMILIES, Backbone
+from mtrl.models.backbone import Backbone
+from mtrl.models.families.model_family import SHARED_PREFIX_TEXT_FAMILIES
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
 from mtrl.types import VISION_POOL, Needs
@@ -294,7 +295,7 @@ TEXT_SIZES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", sorted(set(SHARED_PREFIX_FAMILIES) - set(TINY_FAMILIES)))
+@pytest.mark.parametrize("kind", sorted(set(SHARED_PREFIX_TEXT_FAMILIES) - set(TINY_FAMILIES)))
 def test_every_family_that_may_share_its_prefix_is_exact(kind):
     torch.manual_seed(0)
     options = {"sliding_window": None} if kind == "mistral" else {}

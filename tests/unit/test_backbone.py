@@ -29,10 +29,10 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from mtrl.models import backbone as module
 from mtrl.models import masked_attention as attention
 from mtrl.models import patches
 from mtrl.models.backbone import Backbone, prompt_positions, vision_tokens
+from mtrl.models.families import qwen_tower
 from mtrl.models.families.vision import patchify
 from mtrl.models.load_model import load_model
 
@@ -79,7 +79,7 @@ def close(actual, expected, atol=2e-5):
 def test_tower_equals_the_untouched_one(family, backbone, name):
     pixels, grids = make_pixels(family, GRIDS[name])
     with torch.no_grad():
-        ours = outputs(backbone.run_tower(pixels, grids))
+        ours = outputs(backbone.images.run_tower(pixels, grids))
         plain = outputs(plain_model(family).model.visual(pixels, grid_thw=torch.tensor(grids)))
     assert len(ours) == len(plain) == (2 if family == "qwen3_vl" else 1)
     for mine, theirs in zip(ours, plain, strict=True):
@@ -99,7 +99,7 @@ def test_gradients_of_the_tower_equal_the_untouched_one(family, backbone, name):
         return found
 
     backbone.vision_tower.zero_grad()
-    ours = gradients(backbone.vision_tower, backbone.run_tower(pixels, grids))
+    ours = gradients(backbone.vision_tower, backbone.images.run_tower(pixels, grids))
     theirs = gradients(plain, plain(pixels, grid_thw=torch.tensor(grids)))
     assert ours.keys() == theirs.keys()
     for parameter, gradient in theirs.items():
@@ -110,9 +110,9 @@ def test_an_image_does_not_see_its_neighbour(family, backbone):
     """Exact: neighbouring images do not change an image's features."""
     (one, other), grids = [make_pixels(family, [size])[0] for size in ((5, 4), (2, 3))], ((1, 10, 8), (1, 4, 6))
     with torch.no_grad():
-        alone = outputs(backbone.run_tower(one, grids[:1]))
-        together = outputs(backbone.run_tower(torch.cat([one, other]), grids))
-        after = outputs(backbone.run_tower(torch.cat([other, one]), grids[::-1]))
+        alone = outputs(backbone.images.run_tower(one, grids[:1]))
+        together = outputs(backbone.images.run_tower(torch.cat([one, other]), grids))
+        after = outputs(backbone.images.run_tower(torch.cat([other, one]), grids[::-1]))
     for x, y, z in zip(alone, together, after, strict=True):
         close(y[: len(x)], x, atol=1e-6)
         close(z[-len(x) :], x, atol=1e-6)
@@ -124,7 +124,7 @@ def test_one_call_for_all_windows_of_a_length(backbone, family, monkeypatch):
     sdpa = patches.F.scaled_dot_product_attention
     monkeypatch.setattr(patches.F, "scaled_dot_product_attention", lambda *x, **y: calls.append(1) or sdpa(*x, **y))
     with torch.no_grad():
-        backbone.run_tower(*make_pixels(family, [(8, 8)] * 3))  # 4 windows each
+        backbone.images.run_tower(*make_pixels(family, [(8, 8)] * 3))  # 4 windows each
     assert len(calls) == len(backbone.vision_tower.blocks)
 
 
@@ -211,7 +211,7 @@ def test_each_piece_is_compiled_in_our_model_alone(family, monkeypatch):
         )
         assert outputs(theirs.model.visual(pixels, grid_thw=torch.tensor(grids)))
         before = dict(calls)
-        ours.run_tower(pixels, grids)
+        ours.images.run_tower(pixels, grids)
     layers, blocks = len(ours.language_model.layers), len(ours.vision_tower.blocks)
     assert before["apply_rotary_pos_emb"] == layers, "once a layer, by our model alone"
     assert calls["apply_rotary_pos_emb_vision"] == blocks and "apply_rotary_pos_emb_vision" not in before
@@ -239,7 +239,7 @@ def test_a_copy_of_a_compiled_model_runs_on_its_own_weights(family, monkeypatch)
 
     def read(backbone):
         with torch.no_grad():
-            return [backbone.forward_text(ids, positions), *outputs(backbone.run_tower(pixels, grids))]
+            return [backbone.forward_text(ids, positions), *outputs(backbone.images.run_tower(pixels, grids))]
 
     before = read(ours)
     with torch.no_grad():
@@ -251,9 +251,9 @@ def test_a_copy_of_a_compiled_model_runs_on_its_own_weights(family, monkeypatch)
 
 # ------------------------------------------------------------------------------------------------------------ caches
 def test_index_caches_are_bounded_and_right_after_eviction(family, backbone, monkeypatch):
-    monkeypatch.setattr(module, "CACHED_BATCHES", 3)
-    monkeypatch.setattr(module, "CACHED_IMAGES", 4)
-    indices, made = module.VisionIndices(backbone.vision_tower), []
+    monkeypatch.setattr(qwen_tower, "CACHED_BATCHES", 3)
+    monkeypatch.setattr(qwen_tower, "CACHED_IMAGES", 4)
+    indices, made = qwen_tower.VisionIndices(backbone.vision_tower), []
     build = indices._make_batch
     monkeypatch.setattr(indices, "_make_batch", lambda *batch: made.append(batch) or build(*batch))
     device = torch.device("cpu")
@@ -284,7 +284,7 @@ def assert_as_upstream(indices, grids, tower):
 def test_the_batch_used_last_is_not_the_first_to_go():
     cache = {}
     for key in "abac":
-        module.get_or_make(cache, key, lambda key=key: key.upper(), limit=2)
+        qwen_tower.get_or_make(cache, key, lambda key=key: key.upper(), limit=2)
     assert cache == {"a": "A", "c": "C"}
 
 
@@ -314,7 +314,7 @@ def test_encode_images_returns_features_per_prompt(family, backbone):
 
 
 def test_text_alone_runs_no_tower(family, backbone, monkeypatch):
-    monkeypatch.setattr(backbone, "vision_tower", None)
+    monkeypatch.setattr(backbone, "images", None)
     encoder = get_encoder(family)
     assert backbone.encode_images([encoder.inputs(prompt(encoder, "t", "how many"))] * 2) == [None, None]
 

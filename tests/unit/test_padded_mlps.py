@@ -157,7 +157,7 @@ def test_a_tower_with_checkpointing_has_the_gradients_of_the_untouched_one(produ
     pixels, gradients = torch.randn(4 * 8, theirs.model.visual.patch_embed.proj.weight[0].numel()), []
     for model in (theirs, ours):
         products.clear()
-        Backbone(model).run_tower(pixels, ((1, 4, 8),)).pooler_output.square().sum().backward()
+        Backbone(model).images.run_tower(pixels, ((1, 4, 8),)).pooler_output.square().sum().backward()
         gradients.append([parameter.grad for parameter in model.model.visual.parameters()])
     assert sum(128 in shape for shape in products) == 2 * 3 * len(ours.model.visual.blocks), "again in backward"
     assert off(gradients[1], gradients[0]) < 1e-5

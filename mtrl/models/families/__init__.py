@@ -10,7 +10,6 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,18 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import cached_file
 
 from mtrl.models.checkpoint_files import SETTINGS_FILES, TOKENIZER_FILES, base_path, check_files
+from mtrl.models.families.model_family import ModelFamily as ModelFamily
+from mtrl.models.families.model_family import TextFamily
+from mtrl.models.families.qwen_tower import QwenVLFamily as QwenVLFamily
 from mtrl.models.families.qwen_vl import QwenVLEncoder as QwenVLEncoder
 from mtrl.models.families.text import TextEncoder as TextEncoder
 from mtrl.protocols import ImageSettings, VideoSettings
 from mtrl.utils.files import check_regular_files
 from mtrl.utils.plugins import PluginError
 
-# The encoder of each vision-language family, by the `model_type` of its config.json. Its arguments are (tokenizer,
-# config, image settings) and the options of a TextEncoder. Users add one by assignment; text-only models need none.
-FAMILIES: dict[str, Callable[..., TextEncoder]] = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), QwenVLEncoder)
+# Vision-language families by the `model_type` of their config.json. Users add their own by `register_family`; text-only
+# models need none.
+FAMILIES: dict[str, ModelFamily] = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), QwenVLFamily())
 VISION_FAMILIES = FAMILIES.keys()  # a view, so it includes families that are added later
 PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -76,16 +78,31 @@ def load_encoder(
     }
     if vision is None:
         return TextEncoder(tokenizer, **options)
-    encoder = vision(tokenizer, config, _image_settings(model_path, config, min_pixels, max_pixels), **options)
+    images = _image_settings(model_path, config, min_pixels, max_pixels)
+    encoder: Any = vision.encoder(tokenizer, config, images, **options)
     encoder.video_settings = video or encoder.video_settings
     return encoder
 
 
-def register_family(model_path: str, encoder: Any, trust_remote_code: bool = False) -> None:
-    """Use this encoder, a class derived from TextEncoder, for the family of a checkpoint."""
-    if not (isinstance(encoder, type) and issubclass(encoder, TextEncoder)):
-        raise PluginError(f"{encoder} is no prompt encoder: derive it from mtrl.models.families.QwenVLEncoder")
-    FAMILIES[load_model_config(model_path, trust_remote_code).model_type] = encoder
+def find_family(config: PreTrainedConfig) -> ModelFamily:
+    """The family of a model with this configuration; a text model need not be listed."""
+    return FAMILIES.get(config.model_type) or TextFamily(config.model_type)
+
+
+def register_family(model_path: str, given: Any, trust_remote_code: bool = False) -> None:
+    """Use this ModelFamily, a class, for the models of the type of a checkpoint; or a prompt encoder, for a model that
+    is built like Qwen's."""
+    kind = load_model_config(model_path, trust_remote_code).model_type
+    if isinstance(given, type) and issubclass(given, ModelFamily):
+        FAMILIES[kind] = given()
+    elif isinstance(given, type) and issubclass(given, TextEncoder):
+        known = {"encoder": given, "shares_prefix": False, "splits_sequences": False}
+        FAMILIES[kind] = type(given.__name__, (QwenVLFamily,), known)()
+    else:
+        raise PluginError(
+            f"{given} is no model family: derive it from mtrl.models.families.ModelFamily, or, if only prompts differ "
+            "from Qwen's, from mtrl.models.families.QwenVLEncoder"
+        )
 
 
 def load_model_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:

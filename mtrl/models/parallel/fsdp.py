@@ -29,6 +29,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from mtrl.models.families import find_family
 from mtrl.models.parallel.ranks import Ranks
 
 Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
@@ -103,10 +104,7 @@ def find_units(model: Any) -> Iterator[nn.Module]:
     if not hasattr(model, "model"):
         yield from (each for each in model.modules() if type(each).__name__ in model._no_split_modules)
         return
-    tower = getattr(model.model, "visual", None)
-    if tower is not None:
-        yield from tower.blocks
-    yield from getattr(model.model, "language_model", model.model).layers
+    yield from find_family(model.config).shard_units(model)
 
 
 def allocate(module: nn.Module, device: torch.device, allocated: dict[nn.Parameter, nn.Parameter]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mtrl.models.families import find_family
 from mtrl.rollout.decode.arena import make_arena, round_up
 from mtrl.rollout.decode.layers import Shape, base_layer, decoder_shape, explain_unsupported, lora_adapters, projections
 
@@ -60,7 +61,7 @@ class DecodeWeights:
     meantime, or another adapter, makes them stale, and `refresh` reports it."""
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
-        lm = getattr(model.model, "language_model", model.model)
+        lm = find_family(model.config).find_language_model(model)
         if why := explain_unsupported(lm, model.get_output_embeddings()):
             raise ValueError(f"this engine cannot decode with the model: {why}")
         self.dtype, self.arena = dtype, make_arena(model.device)

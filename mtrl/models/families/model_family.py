@@ -1,0 +1,114 @@
+"""The model side of a family: what the package must know of a model beyond transformers' own classes.
+
+The other side is the prompt encoder (`text.py`, `qwen_vl.py`), which makes tokens and pixels. `families/__init__.py`
+lists the families; docs/extending.md shows how to add one from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mtrl.models.families.text import TextEncoder
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """Features of one prompt's images: [image tokens, H], and the same for each deepstack layer."""
+
+    embeds: Tensor
+    deepstack: tuple[Tensor, ...] = ()
+
+    def rows(self, index: Tensor | slice) -> Features:
+        """The features of some image tokens."""
+        return Features(self.embeds[index], tuple(layer[index] for layer in self.deepstack))
+
+
+class ImageEncoder:
+    """Computes the features of images by `get_image_features` of transformers.
+
+    Right for families whose `inputs` hold one entry of `pixel_values` (and of every other name in `arguments`) for each
+    image. Others override `encode`, such as Qwen's, which also keeps indices and boundaries that transformers would
+    compute again at every call.
+    """
+
+    arguments: tuple[str, ...] = ("pixel_values",)
+
+    def __init__(self, model: Any, tower: Any) -> None:
+        self.model, self.tower = model, tower
+
+    def encode(self, inputs: Sequence[dict[str, Tensor]], device: torch.device) -> list[Features]:
+        """The features of each prompt's images, from `PromptEncoder.inputs`, all in one pass of the tower."""
+        joined = {name: torch.cat([each[name] for each in inputs]).to(device) for name in self.arguments}
+        pixels = joined.pop("pixel_values").to(self.tower.dtype)
+        images = self.model.model.get_image_features(pixel_values=pixels, **joined, return_dict=True).pooler_output
+        prompts = iter([each.flatten(0, -2) for each in images])
+        return [Features(torch.cat([next(prompts) for _ in each["pixel_values"]])) for each in inputs]
+
+    def blank(self) -> dict[str, Tensor]:
+        """The inputs of a blank image, as small as the model takes it."""
+        side = self.model.config.vision_config.image_size
+        return {"pixel_values": torch.zeros(1, 3, side, side)}
+
+
+class ModelFamily:
+    """What the models of a family consist of. The defaults are those of a text model.
+
+    Names are paths of attributes: `vision_tower` and `projector` from the model, `vision_layers` from the tower. A
+    projector that is a part of the tower, as Qwen's, is not named.
+
+    `shares_prefix`: the responses of a group may follow one copy of their prompt, since a token depends on earlier ones
+    only through positions, the attention mask and states that can be forked. `splits_sequences`: sequence parallelism
+    is exact. Both are claims that tests/conformance checks.
+    """
+
+    encoder: ClassVar[type[TextEncoder]] = TextEncoder
+    image_encoder: ClassVar[type[ImageEncoder]] = ImageEncoder
+    vision_tower: ClassVar[str | None] = None
+    vision_layers: ClassVar[str] = "blocks"
+    projector: ClassVar[str | None] = None
+    position_axes: ClassVar[int] = 1  # 3: rotary positions in time, height and width
+    shares_prefix: bool = False
+    splits_sequences: bool = False
+
+    def find_language_model(self, model: Any) -> Any:
+        return getattr(model.model, "language_model", model.model)
+
+    def find_vision_tower(self, model: Any) -> Any:
+        """None for a text model."""
+        return None if self.vision_tower is None else attrgetter(self.vision_tower)(model)
+
+    def find_vision_layers(self, model: Any) -> Sequence[nn.Module]:
+        return [] if self.vision_tower is None else attrgetter(self.vision_layers)(self.find_vision_tower(model))
+
+    def shard_units(self, model: Any) -> Iterator[nn.Module]:
+        """The modules that FSDP gathers as one, in the order of a pass."""
+        yield from self.find_vision_layers(model)
+        yield from self.find_language_model(model).layers
+
+    def list_projections(self, model: Any) -> tuple[list[str], list[str]]:
+        """Names of the linear projections of the language model's layers, and of the vision tower with its projector:
+        those that adapters may be added to."""
+        names = {module: name for name, module in model.named_modules()}
+        language = (f"{names[self.find_language_model(model)]}.layers.",)
+        vision = tuple(f"{name}." for name in (self.vision_tower, self.projector) if name is not None)
+        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        in_language, in_vision = ([name for name in linear if name.startswith(part)] for part in (language, vision))
+        return in_language, in_vision
+
+    def prepare_tower(self, tower: Any, *, narrow_cuda: bool) -> None:
+        """Replace slow parts of the tower by faster ones with the same results. `narrow_cuda`: products in 16 bits on
+        a CUDA device."""
+
+
+class TextFamily(ModelFamily):
+    def __init__(self, model_type: str) -> None:
+        self.shares_prefix = self.splits_sequences = model_type in SHARED_PREFIX_TEXT_FAMILIES
+
+
+SHARED_PREFIX_TEXT_FAMILIES = ("qwen2", "qwen3", "llama", "mistral")  # tested
