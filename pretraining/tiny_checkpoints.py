@@ -23,7 +23,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig, Qwen2Tokenizer
 
-VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 TINY_FAMILIES = (*VISION_FAMILIES, "qwen2")
 
 VOCABULARY = 512  # most tokens; the embedding has a row for each
@@ -84,7 +84,7 @@ def make_tiny_checkpoint(
         raise ValueError(f"no tiny checkpoint for family {family!r}; there are {', '.join(TINY_FAMILIES)}")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = tiny_tokenizer(family != "qwen3_vl", words, tuple(added_tokens), vocabulary)
+    tokenizer = tiny_tokenizer(not family.startswith("qwen3"), words, tuple(added_tokens), vocabulary)
     tokenizer.save_pretrained(directory)
 
     end, pad = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>"))
@@ -148,7 +148,10 @@ _MARKS = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_st
 def _text_config(family: str, hidden: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
     half = hidden // heads // 2  # rotary pairs of a head, divided among time, height and width
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
-    if family == "qwen3_vl":
+    if family.startswith("qwen3_5"):
+        half //= 2  # half of a head has no rotary positions
+        rope |= {"partial_rotary_factor": 0.5}
+    if family.startswith("qwen3"):
         side = half * 20 // 64
         rope |= {"mrope_section": [half - 2 * side, side, side], "mrope_interleaved": True}
     elif family != "qwen2":
@@ -159,7 +162,16 @@ def _text_config(family: str, hidden: int, layers: int, heads: int, kv_heads: in
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 32768,
         "rope_parameters": rope, "tie_word_embeddings": True, "use_cache": True,
     }  # fmt: skip
-    return config | ({"head_dim": hidden // heads} if family == "qwen3_vl" else {})
+    if family.startswith("qwen3"):
+        config |= {"head_dim": hidden // heads}
+    if family.startswith("qwen3_5"):  # a recurrent layer before each one with attention
+        widths = {f"linear_{name}_head_dim": hidden // heads for name in ("key", "value")}
+        config |= {"linear_num_key_heads": kv_heads, "linear_num_value_heads": heads, **widths}
+        config |= {"num_hidden_layers": 2 * layers, "layer_types": ["linear_attention", "full_attention"] * layers}
+    if family == "qwen3_5_moe":
+        config |= {"num_experts": 4, "num_experts_per_tok": 2}
+        config |= {"moe_intermediate_size": hidden, "shared_expert_intermediate_size": hidden}
+    return config
 
 
 def _vision_config(family: str, hidden: int, vision_hidden: int, depth: int) -> dict[str, Any]:
@@ -169,19 +181,20 @@ def _vision_config(family: str, hidden: int, vision_hidden: int, depth: int) -> 
     shared |= {"hidden_size": vision_hidden, "intermediate_size": 2 * vision_hidden, "out_hidden_size": hidden}
     if family == "qwen2_5_vl":
         return shared | {"patch_size": 14, "window_size": 112, "fullatt_block_indexes": [depth - 1]}
-    return shared | {"patch_size": 16, "num_position_embeddings": 256, "deepstack_visual_indexes": [0]}
+    shared |= {"patch_size": 16, "num_position_embeddings": 256}
+    return shared | ({"deepstack_visual_indexes": [0]} if family == "qwen3_vl" else {})
 
 
 def _write_image_settings(directory: Path, family: str, patch: int, low: int | None, high: int | None) -> None:
     """Write preprocessor_config.json with the keys of the family's published checkpoints."""
     token_area = (2 * patch) ** 2
     low, high = low or 4 * token_area, high or 1280 * token_area
-    name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[family]
+    name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}.get(family, "Qwen3VL")
     settings: dict[str, Any] = {
         "image_processor_type": "Qwen2VLImageProcessor", "processor_class": f"{name}Processor",
         "patch_size": patch, "temporal_patch_size": 2, "merge_size": 2,
     }  # fmt: skip
-    if family == "qwen3_vl":
+    if family.startswith("qwen3"):
         settings |= {"size": {"shortest_edge": low, "longest_edge": high}}
         settings |= {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
     else:

@@ -50,7 +50,7 @@ class ImageReaders:
 class PatchReader:
     """Attention of every response token on each image token, as the mean over `layers`."""
 
-    def __init__(self, groups: Sequence[ImageReaders], layers: range) -> None:
+    def __init__(self, groups: Sequence[ImageReaders], layers: Sequence[int]) -> None:
         self.groups, self.layers = groups, layers
         self.totals = [
             torch.zeros(*each.columns.shape, len(each.vision), device=each.columns.device) for each in groups

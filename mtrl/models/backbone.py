@@ -24,6 +24,15 @@ from mtrl.models.model_size import head_width
 from mtrl.models.parallel.fsdp import compute_device
 from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
 from mtrl.models.parallel.sequence import SequenceParallelGroup, explain_indivisible_heads
+from mtrl.models.recurrent import (
+    FULL,
+    RECURRENT,
+    StateForks,
+    StateMask,
+    attention_layers,
+    explain_layers,
+    use_forked_states,
+)
 from mtrl.types import VISION_POOL, Prompt
 
 LOGITS_CHANGED_BY = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -52,6 +61,10 @@ class Backbone:
         self.vision_tower: Any = self.family.find_vision_tower(model)
         self.language_model: Any = self.family.find_language_model(model)
         use_attention(self.language_model)
+        self.attention_layers = attention_layers(self.language_model.config)
+        self.has_states = len(self.attention_layers) < self.language_model.config.num_hidden_layers
+        if self.has_states:
+            use_forked_states(self.language_model)
         patches.use_no_dropout(model)
         self.wide_adapters = any(
             each.dtype.itemsize > self.compute_dtype.itemsize for each in adapter_parameters(model).values()
@@ -113,12 +126,14 @@ class Backbone:
         attention_mask: Tensor | BlockMask | None = None,
         cache: Cache | None = None,
         readers: Sequence[AttentionReader] = (),
+        state_mask: StateMask = None,
     ) -> Tensor:
         """Hidden states [B, S, H] of ids [B, S] at positions [3, B, S].
 
         `is_vision` [B, S] marks where the rows' features go, in their order. Without `attention_mask` ([B, 1, S, keys]
         bool, or blocks) attention is causal, which suffices for right-padded rows. In a sequence-parallel
-        group S is this rank's part of the positions, and the mask is that of whole sequences.
+        group S is this rank's part of the positions, and the mask is that of whole sequences. `state_mask` is the mask
+        of recurrent layers: responses that continue prompts, or [B, S] which positions are no padding.
         """
         embeds = self.model.get_input_embeddings()(ids).to(self.compute_dtype)
         extra: dict[str, Any] = {"readers": readers} if readers else {}
@@ -140,7 +155,7 @@ class Backbone:
             output = self.language_model(
                 inputs_embeds=embeds,
                 position_ids=positions if self.family.position_axes == 3 else positions[0],
-                attention_mask=None if attention_mask is None else self._convert_mask(attention_mask, embeds.dtype),
+                attention_mask=self._convert_masks(attention_mask, state_mask, embeds.dtype),
                 past_key_values=cache,
                 use_cache=cache is not None,
                 **extra,
@@ -186,6 +201,18 @@ class Backbone:
             return documents.blocks(self.device)
         return documents.dense().to(self.device)
 
+    def make_state_forks(self, documents: DocumentMask) -> StateForks | None:
+        """The mask of recurrent layers for sequences of prompts and responses; None if the model has no such layers."""
+        return StateForks.from_mask(documents, self.device) if self.has_states else None
+
+    def _convert_masks(self, attention: Tensor | BlockMask | None, states: StateMask, dtype: torch.dtype) -> Any:
+        """The masks as the language model takes them."""
+        if attention is None:
+            assert states is None, "a state mask comes with an attention mask"
+            return None
+        converted = self._convert_mask(attention, dtype)
+        return {FULL: converted, RECURRENT: states} if self.has_states else converted
+
     def _convert_mask(self, mask: Tensor | BlockMask, dtype: torch.dtype) -> Tensor | BlockMask:
         """The mask for the attention implementation: `eager` would add a bool mask to the scores."""
         if self.uses_own_attention or isinstance(mask, BlockMask):
@@ -203,9 +230,8 @@ def check_supported(model: PreTrainedModel) -> None:
     reasons = [name for name in LOGITS_CHANGED_BY if getattr(config, name, None) not in (None, 1.0)]
     if not hasattr(model, "model"):
         reasons.append("its layout (no `model` inside)")
-    kinds = getattr(config, "layer_types", None)  # None: all layers are alike
-    if "sliding_attention" in kinds if kinds else getattr(config, "sliding_window", None):
-        reasons.append("sliding attention")
+    else:
+        reasons += explain_layers(find_family(model.config).find_language_model(model))
     if getattr(head, "bias", None) is not None:
         reasons.append("an output layer with a bias")
     if hasattr(head, "base_layer"):  # `output_matrix` is the weight without its adapter

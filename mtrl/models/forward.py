@@ -236,6 +236,7 @@ class Forward:
         """[B, S, H]: the last hidden states of this rank's part of the sequences."""
         device, sp_group = self.backbone.device, self.sp_group
         mask = None if layout.causal else self.backbone.make_mask(layout.document_mask, layout.packed)
+        states = None if layout.causal else self.backbone.make_state_forks(layout.document_mask)
         return self.backbone.forward_text(
             to_device(sp_group.local_part(layout.ids), device),
             to_device(sp_group.local_part(layout.positions), device),
@@ -243,6 +244,7 @@ class Forward:
             features,
             attention_mask=mask,
             readers=readers,
+            state_mask=states,
         )
 
     def _similarity(self, states: Tensor, predicting: Tensor, layout: Layout) -> Tensor:
@@ -280,9 +282,11 @@ class Forward:
         groups = make_image_readers(layout, rollouts, self.backbone.device)
         return PatchReader(groups, self._segments()[SEGMENTS.index("all")])
 
-    def _segments(self) -> list[range]:
-        layers = len(self.backbone.language_model.layers)
-        return layer_segments(layers, self.attention_last_k_layers, self.token_weight_last_k_layers)
+    def _segments(self) -> list[list[int]]:
+        """The layers of each segment, counted among those that have attention."""
+        layers = self.backbone.attention_layers
+        segments = layer_segments(len(layers), self.attention_last_k_layers, self.token_weight_last_k_layers)
+        return [[layers[index] for index in segment] for segment in segments]
 
     def _check_attention(self) -> None:
         if not self.backbone.uses_own_attention:

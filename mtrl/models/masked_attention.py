@@ -204,7 +204,7 @@ class MassReader:
         pool: Tensor,
         sink: Tensor,
         index: tuple[Tensor, Tensor],
-        segments: Sequence[range],
+        segments: Sequence[Sequence[int]],
         mask: Tensor | BlockMask | None,
     ) -> None:
         counted = ~sink & (pool >= 0)
@@ -247,7 +247,7 @@ class MapReader:
         sink: Tensor,
         documents: DocumentMask,
         index: tuple[Tensor, Tensor],
-        segments: Sequence[range],
+        segments: Sequence[Sequence[int]],
     ) -> None:
         self.counted = (~sink & (pool >= 0))[index[0]]  # [M, S]
         self.mask = documents.rows(index)
@@ -264,7 +264,7 @@ class MapReader:
         add_to_segments(self.total, self.segments, layer, shares)
 
 
-def add_to_segments(total: Tensor, segments: Sequence[range], layer: AttentionLayer, shares: Tensor) -> None:
+def add_to_segments(total: Tensor, segments: Sequence[Sequence[int]], layer: AttentionLayer, shares: Tensor) -> None:
     for number, layers in enumerate(segments):
         if layer.module.layer_idx in layers:
             total[:, number] += shares / len(layers)

@@ -213,6 +213,7 @@ class Decoding:
             backbone.encode_images(inputs),
             attention_mask=None if keys.all() else mask[:, None].to(backbone.device),
             cache=cache,
+            state_mask=None if keys.all() else keys.to(backbone.device),
         )
         group = torch.arange(len(self.prompts), device=backbone.device).repeat_interleave(self.sampling.n)
         cache.batch_select_indices(group)

@@ -23,6 +23,7 @@ from transformers.utils import cached_file
 from mtrl.models.checkpoint_files import SETTINGS_FILES, TOKENIZER_FILES, base_path, check_files
 from mtrl.models.families.model_family import ModelFamily as ModelFamily
 from mtrl.models.families.model_family import TextFamily
+from mtrl.models.families.qwen_tower import Qwen35Family
 from mtrl.models.families.qwen_tower import QwenVLFamily as QwenVLFamily
 from mtrl.models.families.qwen_vl import QwenVLEncoder as QwenVLEncoder
 from mtrl.models.families.text import TextEncoder as TextEncoder
@@ -32,7 +33,10 @@ from mtrl.utils.plugins import PluginError
 
 # Vision-language families by the `model_type` of their config.json. Users add their own by `register_family`; text-only
 # models need none.
-FAMILIES: dict[str, ModelFamily] = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), QwenVLFamily())
+FAMILIES: dict[str, ModelFamily] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), QwenVLFamily()),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), Qwen35Family()),
+}
 VISION_FAMILIES = FAMILIES.keys()  # a view, so it includes families that are added later
 PROCESSOR_FILES = (
     "preprocessor_config.json",

@@ -83,6 +83,13 @@ class QwenVLFamily(ModelFamily):
             patches.use_padded_mlps(tower)
 
 
+class Qwen35Family(QwenVLFamily):
+    """Qwen3.5, dense and with experts. Three of four layers keep a recurrent state (`models/recurrent.py`), which is
+    not split over ranks."""
+
+    splits_sequences = False
+
+
 class VisionIndices:
     """Caches indices that a vision tower would otherwise compute image by image in Python, at every call.
 

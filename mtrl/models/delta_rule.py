@@ -1,0 +1,77 @@
+"""The gated delta rule, the recurrence of Qwen3.5's linear attention, in chunks of torch operations.
+
+A head keeps a state S [key width, value width]. With decay a_t = exp(g_t) and learning rate b_t each token does
+
+    S <- a_t S;    S <- S + b_t k_t (v_t - k_t S);    o_t = q_t S
+
+Within a chunk this is a triangular system: the corrections u_t = b_t (v_t - k_t S_t) depend on earlier ones only
+through products of keys. It is solved for all chunks at once; then states are carried from chunk to chunk. All of it is
+computed in float32, whatever autocast says, since a state keeps its rounding errors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64
+EPSILON = 1e-6  # of the norms of queries and keys
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = True,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Queries, keys, values [rows, length, heads, width] and g, beta [rows, length, heads] to outputs like values, and
+    the last state [rows, heads, key width, value width]. The signature is that of the function of transformers that it
+    replaces. Positions with g = beta = 0 leave the state as it is."""
+    assert use_qk_l2norm_in_kernel, "queries and keys are normalized"
+    with torch.autocast(query.device.type, enabled=False):
+        length, dtype = query.shape[1], value.dtype
+        q, k, v, b, decay = (_in_chunks(each) for each in (query, key, value, beta[..., None], g[..., None]))
+        q, k = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + EPSILON) for each in (q, k))
+        output, state = _run_chunks(q * query.shape[-1] ** -0.5, k, v, b, decay[..., 0], initial_state)
+        output = output.flatten(2, 3)[:, :, :length].transpose(1, 2).to(dtype)
+    return output, state if output_final_state else None
+
+
+def _in_chunks(values: Tensor) -> Tensor:
+    """[rows, length, heads, width] -> [rows, heads, chunks, CHUNK, width] in float32 or wider, padded with zeros."""
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    padded = F.pad(wide, (0, 0, 0, 0, 0, -values.shape[1] % CHUNK))
+    return padded.transpose(1, 2).unflatten(2, (-1, CHUNK))
+
+
+def _run_chunks(
+    q: Tensor, k: Tensor, v: Tensor, b: Tensor, decay: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    since_start = decay.cumsum(-1)  # log of the decay since the chunk began
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    between = (since_start[..., :, None] - since_start[..., None, :]).masked_fill(later, -torch.inf).exp()
+    # (1 + L) u = b v - (b k decayed) S, with L strictly lower: what earlier corrections of the chunk contribute.
+    system = (b * k) @ k.transpose(-1, -2) * between
+    right = torch.cat([b * v, b * k * since_start.exp()[..., None]], dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    from_values, from_state = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    within = q @ k.transpose(-1, -2) * between
+    reading = q * since_start.exp()[..., None]
+    writing = (k * (since_start[..., -1:] - since_start).exp()[..., None]).transpose(-1, -2)
+    remaining = since_start[..., -1].exp()[..., None, None]
+    if state is None:
+        state = q.new_zeros(*q.shape[:2], k.shape[-1], v.shape[-1])
+    state, outputs = state.to(q.dtype), []
+    for chunk in range(q.shape[2]):
+        corrections = from_values[:, :, chunk] - from_state[:, :, chunk] @ state
+        outputs.append(reading[:, :, chunk] @ state + within[:, :, chunk] @ corrections)
+        state = state * remaining[:, :, chunk] + writing[:, :, chunk] @ corrections
+    return torch.stack(outputs, dim=2), state

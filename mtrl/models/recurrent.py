@@ -1,0 +1,181 @@
+"""Layers with a recurrent state (gated delta nets), where several responses continue one prompt.
+
+Such a layer reads tokens in order and keeps a state instead of keys and values, so no mask can separate the responses
+that share a prompt. The prompt is read once, and every response continues from a copy of what it left behind: the
+state, and the last inputs of the short convolution before it. Backward sums the gradients of the copies.
+
+Everything else in a layer works token by token, on sequences as they are laid out (`layout.py`). Only convolution and
+recurrence run over prompts, then over responses, each padded to the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from mtrl.models.delta_rule import gated_delta_rule
+from mtrl.models.device_copy import to_device
+from mtrl.models.masked_attention import DocumentMask
+
+FULL, RECURRENT = "full_attention", "linear_attention"  # transformers' names of layers, in `layer_types`
+TAPS = 3  # earlier inputs that the convolution of a layer reads
+PARTS = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "conv1d", "A_log", "dt_bias", "norm", "out_proj")
+CHUNK_RULE = "torch_chunk_gated_delta_rule"  # in the modeling files of transformers
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Padded rows of consecutive positions. `index` [rows, length] counts positions over all sequences; padding repeats
+    the last position of its row."""
+
+    index: Tensor
+    is_real: Tensor  # [rows, length]
+
+    @classmethod
+    def of(cls, starts: Sequence[int], sizes: Sequence[int]) -> Spans:
+        offsets = torch.arange(max(sizes, default=0))
+        size = torch.tensor(sizes, dtype=torch.long)[:, None]
+        return cls(torch.tensor(starts, dtype=torch.long)[:, None] + offsets.minimum(size - 1), offsets < size)
+
+    def to(self, device: torch.device) -> Spans:
+        return Spans(to_device(self.index, device), to_device(self.is_real, device))
+
+    def take(self, values: Tensor) -> Tensor:
+        """[positions, ..] -> [rows, length, ..]"""
+        return values.index_select(0, self.index.flatten()).unflatten(0, self.index.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class StateForks:
+    """The prompts and responses in sequences [B, S], and which prompt each response continues."""
+
+    prompts: Spans
+    responses: Spans
+    parent: Tensor  # [responses]
+    tail: Tensor  # [prompts, TAPS] the last positions of each prompt, -1 where it has fewer
+    place: Tensor  # [B * S] where each position is among the padded prompts followed by the padded responses
+
+    @classmethod
+    def from_mask(cls, documents: DocumentMask, device: torch.device) -> StateForks:
+        segment, prompt = documents.segment.flatten(), documents.prompt.flatten()
+        names, sizes = segment.unique_consecutive(return_counts=True)
+        starts = sizes.cumsum(0) - sizes
+        real = names >= 0
+        names, sizes, starts = names[real], sizes[real], starts[real]
+        parents = prompt[starts]
+        is_prompt = parents == names
+        prompts, responses = (Spans.of(starts[each].tolist(), sizes[each].tolist()) for each in (is_prompt, ~is_prompt))
+        ends = (starts + sizes)[is_prompt]
+        tail = ends[:, None] - torch.arange(TAPS, 0, -1)
+        tail = tail.where(tail >= starts[is_prompt][:, None], -1)
+        place = torch.zeros(len(segment), dtype=torch.long)
+        rows = torch.cat([each.index[each.is_real] for each in (prompts, responses)])
+        place[rows] = torch.cat([prompts.is_real.flatten(), responses.is_real.flatten()]).nonzero()[:, 0]
+        parent = torch.searchsorted(names[is_prompt], parents[~is_prompt])
+        return cls(
+            prompts.to(device), responses.to(device), *(to_device(each, device) for each in (parent, tail, place))
+        )
+
+
+StateMask = StateForks | Tensor | None
+
+
+def attention_layers(config: Any) -> list[int]:
+    """The layers that have attention, from a language model's config."""
+    kinds = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
+    return [layer for layer, kind in enumerate(kinds) if kind != RECURRENT]
+
+
+def explain_layers(language_model: Any) -> list[str]:
+    """Why some layers of a language model would be computed wrongly."""
+    config = language_model.config
+    kinds = getattr(config, "layer_types", None)  # None: all layers are alike
+    reasons = []
+    if "sliding_attention" in kinds if kinds else getattr(config, "sliding_window", None):
+        reasons.append("sliding attention")
+    if others := set(kinds or ()) - {FULL, RECURRENT, "sliding_attention"}:
+        reasons.append(f"layers of the kind {', '.join(sorted(others))}")
+    modules = [getattr(layer, "linear_attn", None) for layer in language_model.layers]
+    states = [module for module, kind in zip(modules, kinds or (), strict=False) if kind == RECURRENT]
+    if not all(all(hasattr(module, part) for part in PARTS) for module in states):
+        reasons.append("its recurrent layers")
+    elif any(module.conv1d.kernel_size[0] != TAPS + 1 for module in states):
+        reasons.append("the convolution of its recurrent layers")
+    return reasons
+
+
+def use_forked_states(language_model: Any) -> None:
+    """Let the recurrent layers take a `StateForks` as their mask. With any other mask they run as transformers wrote
+    them, with our recurrence."""
+    for layer in language_model.layers:
+        module = getattr(layer, "linear_attn", None)
+        if module is not None:
+            module.forward = MethodType(make_forward(type(module).forward), module)
+
+
+@cache
+def make_forward(forward: Any) -> Any:
+    plain = use_own_rule(forward)
+
+    def run(
+        module: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Any = None, **named: Any
+    ) -> Tensor:
+        if isinstance(attention_mask, StateForks):
+            return forward_forked(module, hidden_states, attention_mask)
+        return plain(module, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **named)
+
+    return run
+
+
+def use_own_rule(forward: Any) -> FunctionType:
+    """The same function in a namespace with our chunked rule. transformers would take the kernels of another package as
+    soon as it can be imported, on any device and with gradients that nobody checked."""
+    forward = getattr(forward, "__wrapped__", forward)
+    assert CHUNK_RULE in forward.__globals__, f"{forward.__module__} has no {CHUNK_RULE} any more"
+    own = FunctionType(
+        forward.__code__, forward.__globals__ | {CHUNK_RULE: gated_delta_rule}, forward.__name__, forward.__defaults__
+    )
+    own.__kwdefaults__ = forward.__kwdefaults__
+    return own
+
+
+def forward_forked(module: Any, hidden: Tensor, forks: StateForks) -> Tensor:
+    """The gated delta net over prompts and then over the responses that continue them."""
+    mixed = module.in_proj_qkv(hidden).flatten(0, 1)
+    beta = module.in_proj_b(hidden).sigmoid().flatten(0, 1)
+    decay = -module.A_log.float().exp() * F.softplus(module.in_proj_a(hidden).float() + module.dt_bias).flatten(0, 1)
+    weight = module.conv1d.weight
+    tail = F.pad(mixed, (0, 0, 0, 1))[forks.tail]  # [prompts, taps, channels]; position -1 is the added zero
+    outputs, state = [], None
+    for spans, before in ((forks.prompts, torch.zeros_like(tail)), (forks.responses, tail[forks.parent])):
+        inputs = torch.cat([before, spans.take(mixed)], dim=1).transpose(1, 2).to(weight.dtype)
+        convolved = F.conv1d(inputs, weight, module.conv1d.bias, groups=weight.shape[0])
+        rates, decays = (spans.take(each) * spans.is_real[..., None] for each in (beta, decay))
+        convolved = ACT2FN[module.activation](convolved).transpose(1, 2).to(hidden.dtype)
+        heads = split_heads(module, convolved)
+        output, state = gated_delta_rule(*heads, decays, rates, state, output_final_state=True)
+        state = state[forks.parent] if spans is forks.prompts else None
+        outputs.append(output.flatten(0, 1))
+    output = torch.cat(outputs).index_select(0, forks.place)
+    gate = module.in_proj_z(hidden).reshape(-1, module.head_v_dim)
+    output = module.norm(output.reshape(-1, module.head_v_dim), gate)
+    return module.out_proj(output.reshape(*hidden.shape[:2], -1))
+
+
+def split_heads(module: Any, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [rows, length, heads, width]; a query and key head serve several value heads."""
+    sizes = [module.key_dim, module.key_dim, module.value_dim]
+    widths = [module.head_k_dim, module.head_k_dim, module.head_v_dim]
+    query, key, value = (
+        part.unflatten(2, (-1, width)) for part, width in zip(mixed.split(sizes, dim=2), widths, strict=True)
+    )
+    shared = module.num_v_heads // module.num_k_heads
+    return query.repeat_interleave(shared, dim=2), key.repeat_interleave(shared, dim=2), value
