@@ -22,7 +22,7 @@ from transformers import Qwen2_5_VLConfig
 from benchmarks.environment import finish
 from benchmarks.forward import BUDGET, SHAPES, TEXT_TOKENS, Bench
 from benchmarks.measure import peak_gb
-from benchmarks.random_model import PATCHES, TEXT, TOKEN_PIXELS, VISION
+from benchmarks.random_model import PATCHES, TEXT, VISION, token_pixels
 from mtrl.algorithms.losses import Loss
 from mtrl.memory.estimate import MemoryEstimate, estimate
 from mtrl.memory.plan import Plan
@@ -57,11 +57,13 @@ def measure_update(size: str, weights: str) -> dict[str, float]:
 def expected(size: str, weights: str) -> MemoryEstimate:
     """The estimate of `mtrl doctor` for the same update and probe."""
     text = TEXT[size] | {"tie_word_embeddings": True}
-    shape = Qwen2_5_VLConfig(text_config=text, vision_config=VISION[size] | PATCHES, tie_word_embeddings=True)
+    shape = Qwen2_5_VLConfig(
+        text_config=text, vision_config=VISION[size] | PATCHES["qwen2_5_vl"], tie_word_embeddings=True
+    )
     count, length, side = SHAPES[size]
     limits = Limits(
         prompts=count, prompts_per_update=count, sampling=Sampling(n=count, max_new_tokens=length),
-        prompt_tokens=TEXT_TOKENS + (side // TOKEN_PIXELS) ** 2, max_pixels=side**2,
+        prompt_tokens=TEXT_TOKENS + (side // token_pixels(size)) ** 2, max_pixels=side**2,
         update=MicroBatching(at_least=BUDGET["update"]), probe=MicroBatching(at_least=BUDGET["probe"]),
         needs=Needs("old_logprobs", "entropy", "dependency"),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A complete GRPO step of `mtrl train` on a Qwen2.5-VL of random weights: generation, probes, update, phase by phase.
+"""A complete GRPO step of `mtrl train` on a model of random weights: generation, probes, update, phase by phase.
 
     python -m benchmarks.step --size 3b --device cuda --prompts 8 --generations 8 \
         --image-side 672 --completion 256 --steps 4 [--trl TRL_STEP.py] [KEY=VALUE ..]
@@ -41,7 +41,7 @@ import torch
 
 from benchmarks.environment import finish
 from benchmarks.measure import compute_device
-from benchmarks.random_model import TOKEN_PIXELS, random_model
+from benchmarks.random_model import SIZES, random_model, token_pixels
 from benchmarks.random_run import PATHS, step_settings, write_run
 from mtrl.compose.policy import LoadedModel, base_dtype, build_encoder, build_policy, model_path
 from mtrl.compose.run import build, configure
@@ -64,13 +64,14 @@ PHASES = {  # TRL's name of a phase: our phases
     "unaccounted": ("publish",),
 }  # fmt: skip
 TPRL = {"optimization.enable_perception_filtering": True, "optimization.enable_trajectory_reweighting": True}
+PEAK = 989e12  # bf16 operations a second of an H200
 BESIDE_SETTINGS = {"stop_ids": "none: no token ends a response"}  # facts without a configuration key
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="any other key of the run")
-    parser.add_argument("--size", choices=["tiny", "3b", "7b"], default="tiny")
+    parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--generations", type=int, default=4)
     parser.add_argument("--image-side", type=int, default=56)
@@ -100,7 +101,7 @@ class PromptLengths(Tracker):
 
 def make_settings(a: argparse.Namespace) -> dict[str, Any]:
     """Settings of the YAML; the rest are the defaults of `mtrl train`."""
-    prompt_tokens = a.text_tokens + (a.image_side // TOKEN_PIXELS) ** 2
+    prompt_tokens = a.text_tokens + (a.image_side // token_pixels(a.size)) ** 2
     settings = step_settings(a.prompts, a.generations, a.completion, a.steps, [a.image_side], prompt_tokens)
     if a.dtype != "fp32":
         settings["worker.actor.fsdp.param_dtype"] = a.dtype
@@ -154,6 +155,7 @@ def measure_step(loop: Loop, step: int, a: argparse.Namespace) -> dict[str, Any]
     row["peak_gb_buffers"] = round(bytes_outside_allocator(loop.components.generator) / 2**30, 2)
     row["peak_gb_training"] = round(max(values["perf/peak_gb_probe"], values["perf/peak_gb_update"]), 2)
     row |= {"grad_norm": values["actor/grad_norm"], "loss": values["actor/pg_loss"]}
+    row["logprob_gap_mean"] = values["rollout/logprob_gap_mean"]  # of the engine and the trainer
     row["completion_tokens"] = round(values["response_length/mean"] * a.prompts * a.generations)
     print(f"step {step + 1}: " + ", ".join(f"{k} {v:.3f}" for k, v in row.items() if isinstance(v, float)), flush=True)
     return row
@@ -199,6 +201,7 @@ def make_result(
     summary["completion_tokens_per_s_generation"] = round(later[-1]["completion_tokens"] / summary["generation"], 1)
     summary["train_tokens_per_s"] = round(responses * (prompt_len + a.completion) / summary["training"], 1)
     summary["completions_per_s_step"] = round(responses / summary["wall"], 3)
+    summary |= training_mfu(a, sum(n for name, n in sizes.items() if ".visual." not in name), prompt_len, summary)
     settings = make_settings(a) | read_overrides(a.overrides)
     return {
         "bench": "mtrl_grpo_step",
@@ -209,7 +212,7 @@ def make_result(
         "vision_params_m": round(sum(n for name, n in sizes.items() if ".visual." in name) / 1e6, 1),
         "ranks": 1 if is_sharded(model) else None,
         "completions_per_step": responses,
-        "image_tokens": (a.image_side // TOKEN_PIXELS) ** 2,
+        "image_tokens": (a.image_side // token_pixels(a.size)) ** 2,
         "prompt_len": prompt_len,
         "median_of_measured_steps": summary,
         "peak_gb": max(
@@ -223,6 +226,21 @@ def make_result(
         "saving": saving,
         "steps": rows,
     }
+
+
+def training_mfu(
+    a: argparse.Namespace, parameters: int, prompt_len: int, summary: dict[str, float]
+) -> dict[str, float]:
+    """6 N T over the bf16 peak of an H200, of the update alone: T counts every prompt once per group, as it is computed
+    where prompts are shared, or once per response, as peers count. N leaves the vision tower out."""
+    if a.device != "cuda":
+        return {}
+    responses = a.prompts * a.generations
+    tokens = {
+        "mfu_training_prompts_once": a.prompts * prompt_len + responses * a.completion,
+        "mfu_training_prompts_per_response": responses * (prompt_len + a.completion),
+    }
+    return {name: round(6 * parameters * count / summary["training"] / PEAK, 4) for name, count in tokens.items()}
 
 
 def run_trl(script: Path, a: argparse.Namespace) -> dict[str, Any]:

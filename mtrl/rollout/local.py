@@ -182,7 +182,7 @@ class Decoding:
                 break
             if alive < COMPACT_BELOW * len(row):
                 stay = decoding.nonzero().flatten()
-                cache.batch_select_indices(stay)
+                cache.reorder_cache(stay)
                 row, chosen, position, keys = row[stay], chosen[stay], position[stay], keys[stay]
                 decoding = decoding[stay]
             keys = torch.cat([keys, keys.new_ones(len(row), 1)], dim=1)
@@ -216,7 +216,7 @@ class Decoding:
             state_mask=None if keys.all() else keys.to(backbone.device),
         )
         group = torch.arange(len(self.prompts), device=backbone.device).repeat_interleave(self.sampling.n)
-        cache.batch_select_indices(group)
+        cache.reorder_cache(group)
         following = torch.stack([p.max() + 1 for p in positions]).to(backbone.device)
         return hidden[group, -1], following[group], keys.to(backbone.device)[group], cache
 
