@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.environment import finish
-from mtrl.models.delta_rule import gated_delta_rule
+from mtrl.models.delta_rule import compiled_delta_rule, gated_delta_rule
 
 NAMES = ("query", "key", "value", "g", "beta", "initial_state")
 SHAPES = {"cpu": {"reading": (1, 100), "continuing": (4, 40)}, "cuda": {"reading": (8, 640), "continuing": (64, 256)}}
@@ -44,7 +44,9 @@ def draw(rows: int, length: int, device: str, dtype: torch.dtype) -> dict[str, T
 
 def measure(rule: Callable[..., Any], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Outputs and gradients of a fixed weighted sum of them."""
-    output, state = rule(**inputs, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    *tensors, state = inputs.values()
+    options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    output, state = rule(*tensors, **options)
     weights = torch.Generator(output.device).manual_seed(1)
     total = 0.0
     for each in (output, state):
@@ -74,7 +76,7 @@ def seconds(rule: Callable[..., Any], inputs: dict[str, Tensor], device: str) ->
 def list_rules(device: str) -> dict[str, Callable[..., Any]]:
     rules: dict[str, Callable[..., Any]] = {"torch": gated_delta_rule}
     if device == "cuda":
-        rules["torch, compiled"] = torch.compile(gated_delta_rule)
+        rules["torch, compiled"] = compiled_delta_rule()
         try:
             from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
