@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.environment import finish
-from mtrl.models.delta_rule import compiled_delta_rule, gated_delta_rule
+from mtrl.models.delta_rule import gated_delta_rule
 
 NAMES = ("query", "key", "value", "g", "beta", "initial_state")
 SHAPES = {"cpu": {"reading": (1, 100), "continuing": (4, 40)}, "cuda": {"reading": (8, 640), "continuing": (64, 256)}}
@@ -76,7 +76,7 @@ def seconds(rule: Callable[..., Any], inputs: dict[str, Tensor], device: str) ->
 def list_rules(device: str) -> dict[str, Callable[..., Any]]:
     rules: dict[str, Callable[..., Any]] = {"torch": gated_delta_rule}
     if device == "cuda":
-        rules["torch, compiled"] = compiled_delta_rule()
+        rules["torch, compiled"] = torch.compile(gated_delta_rule, dynamic=False)
         try:
             from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 

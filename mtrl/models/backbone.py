@@ -64,7 +64,7 @@ class Backbone:
         self.attention_layers = attention_layers(self.language_model.config)
         self.has_states = len(self.attention_layers) < self.language_model.config.num_hidden_layers
         if self.has_states:
-            use_forked_states(self.language_model, compiled)
+            use_forked_states(self.language_model)
         patches.use_no_dropout(model)
         self.wide_adapters = any(
             each.dtype.itemsize > self.compute_dtype.itemsize for each in adapter_parameters(model).values()

@@ -11,22 +11,18 @@ computed in float32, whatever autocast says, since a state keeps its rounding er
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtrl.models.patches import compile_function
-
 CHUNK = 64
 EPSILON = 1e-6  # of the norms of queries and keys
 
 
 class Chunks(NamedTuple):
-    """What does not depend on the state, for all chunks: [rows, heads, chunks, ..]."""
+    """What does not depend on the state, for all chunks: [chunks, rows, heads, ..]. A chunk is contiguous in memory."""
 
     from_values: Tensor  # [CHUNK, value width] corrections if the state were zero
     from_state: Tensor  # [CHUNK, key width] minus this times the state
@@ -45,7 +41,6 @@ def gated_delta_rule(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = True,
-    solve: Callable[..., Chunks] | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Queries, keys, values [rows, length, heads, width] and g, beta [rows, length, heads] to outputs like values, and
@@ -53,12 +48,11 @@ def gated_delta_rule(
     replaces. Positions with g = beta = 0 leave the state as it is."""
     assert use_qk_l2norm_in_kernel, "queries and keys are normalized"
     with torch.autocast(query.device.type, enabled=False):
-        inputs = (_in_chunks(each) for each in (query, key, value, beta[..., None], g[..., None]))
-        chunks = Chunks(*(solve or solve_chunks)(*inputs))
+        chunks = solve_chunks(*(split_chunks(each) for each in (query, key, value, beta[..., None], g[..., None])))
         shape = len(query), value.shape[2], key.shape[3], value.shape[3]
         state = chunks.within.new_zeros(shape) if initial_state is None else initial_state.to(chunks.within.dtype)
         outputs = []
-        for values, from_state, within, reading, writing, remaining in zip(*(c.unbind(2) for c in chunks), strict=True):
+        for values, from_state, within, reading, writing, remaining in zip(*chunks, strict=True):
             corrections = values - from_state @ state
             outputs.append(reading @ state + within @ corrections)
             state = state * remaining + writing @ corrections
@@ -66,19 +60,17 @@ def gated_delta_rule(
     return output, state if output_final_state else None
 
 
-def _in_chunks(values: Tensor) -> Tensor:
-    """[rows, length, heads, width] -> [rows, chunks, CHUNK, heads, width], padded with zeros."""
-    return F.pad(values, (0, 0, 0, 0, 0, -values.shape[1] % CHUNK)).unflatten(1, (-1, CHUNK))
+def split_chunks(values: Tensor) -> Tensor:
+    """[rows, length, heads, width] -> [chunks, rows, heads, CHUNK, width] in float32 or wider, padded with zeros."""
+    padded = F.pad(values, (0, 0, 0, 0, 0, -values.shape[1] % CHUNK)).unflatten(1, (-1, CHUNK))
+    wide = torch.promote_types(values.dtype, torch.float32)
+    return padded.permute(1, 0, 3, 2, 4).to(wide, memory_format=torch.contiguous_format)
 
 
-def solve_chunks(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, g: Tensor) -> Chunks:
-    q, k, v, b, decay = (
-        each.to(torch.promote_types(each.dtype, torch.float32)).permute(0, 3, 1, 2, 4)
-        for each in (query, key, value, beta, g)
-    )
+def solve_chunks(q: Tensor, k: Tensor, v: Tensor, b: Tensor, g: Tensor) -> Chunks:
     q, k = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + EPSILON) for each in (q, k))
     q = q * q.shape[-1] ** -0.5
-    since_start = decay[..., 0].cumsum(-1)  # log of the decay since the chunk began
+    since_start = g[..., 0].cumsum(-1)  # log of the decay since the chunk began
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
     between = (since_start[..., :, None] - since_start[..., None, :]).masked_fill(later, -torch.inf).exp()
     # (1 + L) u = b v - (b k decayed) S, with L strictly lower: what earlier corrections of the chunk contribute.
@@ -94,13 +86,3 @@ def solve_chunks(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, g: Ten
         writing=(k * (since_start[..., -1:] - since_start).exp()[..., None]).transpose(-1, -2),
         remaining=since_start[..., -1].exp()[..., None, None],
     )
-
-
-def compiled_delta_rule() -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The same, with the work within chunks compiled once for all lengths."""
-    return partial(gated_delta_rule, solve=compile_function(solve_chunks, find_chunk_dims))
-
-
-def find_chunk_dims(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
-    """Rows and chunks."""
-    return ((tensor, dimension) for tensor in tensors for dimension in (0, 1))

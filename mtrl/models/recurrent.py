@@ -10,7 +10,7 @@ recurrence run over prompts, then over responses, each padded to the longest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import FunctionType, MethodType
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from mtrl.models.delta_rule import compiled_delta_rule, gated_delta_rule
+from mtrl.models.delta_rule import gated_delta_rule
 from mtrl.models.device_copy import to_device
 from mtrl.models.masked_attention import DocumentMask
 
@@ -85,7 +85,6 @@ class StateForks:
         )
 
 
-DeltaRule = Callable[..., tuple[Tensor, Tensor | None]]
 StateMask = StateForks | Tensor | None
 
 
@@ -113,43 +112,42 @@ def explain_layers(language_model: Any) -> list[str]:
     return reasons
 
 
-def use_forked_states(language_model: Any, compiled: bool = False) -> None:
+def use_forked_states(language_model: Any) -> None:
     """Let the recurrent layers take a `StateForks` as their mask. With any other mask they run as transformers wrote
     them, with our recurrence."""
-    rule = compiled_delta_rule() if compiled else gated_delta_rule
     for layer in language_model.layers:
         module = getattr(layer, "linear_attn", None)
         if module is not None:
-            module.forward = MethodType(make_forward(type(module).forward, rule), module)
+            module.forward = MethodType(make_forward(type(module).forward), module)
 
 
 @cache
-def make_forward(forward: Any, rule: DeltaRule) -> Any:
-    plain = use_rule(forward, rule)
+def make_forward(forward: Any) -> Any:
+    plain = use_own_rule(forward)
 
     def run(
         module: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Any = None, **named: Any
     ) -> Tensor:
         if isinstance(attention_mask, StateForks):
-            return forward_forked(module, hidden_states, attention_mask, rule)
+            return forward_forked(module, hidden_states, attention_mask)
         return plain(module, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **named)
 
     return run
 
 
-def use_rule(forward: Any, rule: DeltaRule) -> FunctionType:
-    """The same function in a namespace with this rule. transformers would take the kernels of another package as
+def use_own_rule(forward: Any) -> FunctionType:
+    """The same function in a namespace with our rule. transformers would take the kernels of another package as
     soon as it can be imported, on any device and with gradients that nobody checked."""
     forward = getattr(forward, "__wrapped__", forward)
     assert CHUNK_RULE in forward.__globals__, f"{forward.__module__} has no {CHUNK_RULE} any more"
     own = FunctionType(
-        forward.__code__, forward.__globals__ | {CHUNK_RULE: rule}, forward.__name__, forward.__defaults__
+        forward.__code__, forward.__globals__ | {CHUNK_RULE: gated_delta_rule}, forward.__name__, forward.__defaults__
     )
     own.__kwdefaults__ = forward.__kwdefaults__
     return own
 
 
-def forward_forked(module: Any, hidden: Tensor, forks: StateForks, rule: DeltaRule) -> Tensor:
+def forward_forked(module: Any, hidden: Tensor, forks: StateForks) -> Tensor:
     """The gated delta net over prompts and then over the responses that continue them."""
     mixed = module.in_proj_qkv(hidden).flatten(0, 1)
     beta = module.in_proj_b(hidden).sigmoid().flatten(0, 1)
@@ -163,7 +161,7 @@ def forward_forked(module: Any, hidden: Tensor, forks: StateForks, rule: DeltaRu
         rates, decays = (spans.take(each) * spans.is_real[..., None] for each in (beta, decay))
         convolved = ACT2FN[module.activation](convolved).transpose(1, 2).to(hidden.dtype)
         heads = split_heads(module, convolved)
-        output, state = rule(*heads, decays, rates, state, output_final_state=True)
+        output, state = gated_delta_rule(*heads, decays, rates, state, output_final_state=True)
         state = state[forks.parent] if spans is forks.prompts else None
         outputs.append(output.flatten(0, 1))
     output = torch.cat(outputs).index_select(0, forks.place)
