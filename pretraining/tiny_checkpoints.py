@@ -77,8 +77,9 @@ def make_tiny_checkpoint(
 ) -> Path:
     """Write a loadable Hugging Face directory with random weights; the same arguments give the same bytes.
 
-    Pixel limits default to 4 and 1280 tokens per image. The tokenizer is trained on `words`, up to `vocabulary` tokens,
-    and each of `added_tokens` is a single token. The caller's random state is not changed.
+    `layers` have attention; hybrid families have as many recurrent ones between them. Pixel limits default to 4 and
+    1280 tokens per image. The tokenizer is trained on `words`, up to `vocabulary` tokens, and each of `added_tokens` is
+    a single token. The caller's random state is not changed.
     """
     if family not in TINY_FAMILIES:
         raise ValueError(f"no tiny checkpoint for family {family!r}; there are {', '.join(TINY_FAMILIES)}")

@@ -224,7 +224,7 @@ def measure(fake: FakeModel, plan: Plan, wanted: Collection[str] = PHASES) -> tu
     base = measure_at(fake, plan, wanted, low)
     peaks = {phase: dict(moments) for phase, moments in base.items()}
     for stack, (layers, few) in enumerate(zip(depth, low, strict=True)):
-        if step := min(2, layers - few):
+        if step := min(max(2, fake.layer_period), layers - few):
             more = measure_at(fake, plan, wanted, tuple(n + step * (i == stack) for i, n in enumerate(low)))
             for phase, moment in ((p, m) for p in base for m in base[p]):
                 slope = (more[phase][moment] - base[phase][moment]) / step
@@ -232,7 +232,8 @@ def measure(fake: FakeModel, plan: Plan, wanted: Collection[str] = PHASES) -> tu
     fake.cut(*depth)
     few = fake.fewest_layers
     extrapolated = f"extrapolated to {depth[0]}" + (f" and {depth[1]} of the vision tower" if depth[1] else "")
-    return peaks, f"measured on fake tensors with {few} and {few + 2} layers, {extrapolated}"
+    more_layers = few + max(2, fake.layer_period)
+    return peaks, f"measured on fake tensors with {few} and {more_layers} layers, {extrapolated}"
 
 
 def measure_at(fake: FakeModel, plan: Plan, wanted: Collection[str], depth: tuple[int, ...]) -> Moments:

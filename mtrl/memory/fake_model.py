@@ -83,7 +83,14 @@ class FakeModel:
     @property
     def fewest_layers(self) -> int:
         """The fewest layers to cut to: layers that take deepstack features differ from the others."""
-        return max(2, self._deepstack)
+        return max(2, self._deepstack, self.layer_period)
+
+    @property
+    def layer_period(self) -> int:
+        """After so many layers their kinds repeat."""
+        kinds = getattr(self.language_model.config, "layer_types", None) or [""]
+        periods = (n for n in range(1, len(kinds) + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
+        return next(periods)
 
     @property
     def _deepstack(self) -> int:

@@ -207,11 +207,12 @@ class Backbone:
 
     def _convert_masks(self, attention: Tensor | BlockMask | None, states: StateMask, dtype: torch.dtype) -> Any:
         """The masks as the language model takes them."""
-        if attention is None:
-            assert states is None, "a state mask comes with an attention mask"
-            return None
-        converted = self._convert_mask(attention, dtype)
-        return {FULL: converted, RECURRENT: states} if self.has_states else converted
+        converted = None if attention is None else self._convert_mask(attention, dtype)
+        return (
+            {FULL: converted, RECURRENT: states}
+            if self.has_states and (attention, states) != (None, None)
+            else converted
+        )
 
     def _convert_mask(self, mask: Tensor | BlockMask, dtype: torch.dtype) -> Tensor | BlockMask:
         """The mask for the attention implementation: `eager` would add a bool mask to the scores."""

@@ -11,6 +11,7 @@ from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassi
 
 from mtrl.models.families import VISION_FAMILIES, find_family, load_model_config
 from mtrl.models.load_model import build_empty
+from mtrl.models.recurrent import attention_layers, count_states
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,10 @@ class ModelSize:
     learning: tuple[int, ...]  # the same for trainable weights
     vocabulary: int
     output: int  # parameters of the output matrix
-    layers: int  # in the language model
+    layers: int  # in the language model, that have attention
     keys: int  # numbers per layer and token in the cache of keys; as many values
     read: int  # parameters of the language model, embeddings included
+    state: int = 0  # numbers per row in the states of all recurrent layers
 
     @property
     def frozen(self) -> tuple[int, ...]:
@@ -43,9 +45,10 @@ def model_size(model: Any) -> ModelSize:
         learning=tuple(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         vocabulary=output.shape[0],
         output=output.numel(),
-        layers=text.num_hidden_layers,
+        layers=len(attention_layers(text)),
         keys=head_width(text) * key_heads,
         read=_count(find_family(model.config).find_language_model(model)),
+        state=count_states(text),
     )
 
 

@@ -94,6 +94,16 @@ def attention_layers(config: Any) -> list[int]:
     return [layer for layer, kind in enumerate(kinds) if kind != RECURRENT]
 
 
+def count_states(config: Any) -> int:
+    """Numbers that the recurrent layers keep for a row: their states, and the inputs of their convolutions."""
+    if not (layers := config.num_hidden_layers - len(attention_layers(config))):
+        return 0
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    taps = config.linear_conv_kernel_dim * (2 * keys + values)
+    return layers * (values * config.linear_key_head_dim + taps)
+
+
 def explain_layers(language_model: Any) -> list[str]:
     """Why some layers of a language model would be computed wrongly."""
     config = language_model.config

@@ -141,6 +141,7 @@ def peak_decode_bytes(
         "narrow copies of the weights": narrow,
         "keys and values": size.layers * keys_and_values,
         "a layer of them as it grows": keys_and_values,
+        "recurrent states": 4 * size.state * rows,
         "logits": (32 if cut else 24) * rows * size.vocabulary,
     }
 

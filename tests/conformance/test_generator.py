@@ -100,14 +100,20 @@ def encoder(family):
     return encoder
 
 
+def make_engine(engines, name, family, encoder):
+    if name == "decode" and family.startswith("qwen3_5"):
+        pytest.skip("its kernels have no recurrent layers")
+    return engines[name](family, encoder)
+
+
 @pytest.fixture(params=ALL)
 def engine(request, family, encoder):
-    return ENGINES[request.param](family, encoder)
+    return make_engine(ENGINES, request.param, family, encoder)
 
 
 @pytest.fixture(params=ALL)
 def fresh_engine(request, family, encoder):
-    return FRESH_ENGINES[request.param](family, encoder)
+    return make_engine(FRESH_ENGINES, request.param, family, encoder)
 
 
 def same_rows(actual, rows, expected):
@@ -414,8 +420,8 @@ def test_rows_at_once_change_nothing(family, encoder, local_engine, rows):
 def test_finished_rows_leave_and_change_nothing(family, local_engine, monkeypatch):
     prompts, sampling = prompts_for(family), replace(SAMPLED, n=8)
     sizes = []
-    select = DynamicCache.batch_select_indices
-    monkeypatch.setattr(DynamicCache, "batch_select_indices", lambda c, i: sizes.append(len(i)) or select(c, i))
+    select = DynamicCache.reorder_cache
+    monkeypatch.setattr(DynamicCache, "reorder_cache", lambda c, i: sizes.append(len(i)) or select(c, i))
     compacted = local_engine.generate(prompts, sampling)
     assert sizes[0] == 32 and len(sizes) > 2 and sizes == sorted(sizes, reverse=True), sizes
     monkeypatch.setattr(local, "COMPACT_BELOW", 0.0)
