@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -44,23 +45,29 @@ def log_prob_gap(
     rows = []
     for row, g in enumerate(rollouts.group.tolist()):
         response = rollouts.tokens[row, : int(rollouts.mask[row].sum())]
-        with torch.autocast(model.device.type, dtype=compute_dtype, enabled=compute_dtype != model.dtype):
+        precision = torch.autocast(model.device.type, dtype=compute_dtype, enabled=compute_dtype != model.dtype)
+        with torch.no_grad(), precision:
             theirs = plain_log_probs(model, encoder, rollouts.prompts[g], response, temperature)
         rows.append((ours[row, : len(response)] - theirs).abs())
     gaps = torch.cat(rows).double()
     return Gap(float(gaps.mean()), float(gaps.max()), len(gaps), ROUNDING[compute_dtype])
 
 
-@torch.no_grad()
 def plain_log_probs(
-    model: PreTrainedModel, encoder: PromptEncoder, prompt: Prompt, response: Tensor, temperature: float
+    model: PreTrainedModel,
+    encoder: PromptEncoder,
+    prompt: Prompt,
+    response: Tensor,
+    temperature: float = 1.0,
+    view: Sequence[np.ndarray] | None = None,
 ) -> Tensor:
-    """[length]: by a forward of this one row, which computes positions and masks itself."""
-    row = plain_inputs(encoder.inputs(prompt), prompt, response)
+    """[length], on the CPU: by a forward of this one row, which computes positions and masks itself. `view`: other
+    media than the prompt's."""
+    row = plain_inputs(encoder.inputs(prompt, view), prompt, response)
     options = {"logits_to_keep": len(response) + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
     logits = model(**{name: each.to(model.device) for name, each in row.items()}, **options).logits
     logits = logits[0, -len(response) - 1 : -1].float().cpu() / temperature
-    logits[:, list(encoder.forbidden_ids)] = -torch.inf
+    logits = logits.index_fill(1, torch.tensor(encoder.forbidden_ids, dtype=torch.long), -torch.inf)
     return logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
 
 
@@ -70,8 +77,8 @@ def plain_inputs(inputs: Mapping[str, Tensor], prompt: Prompt, response: Tensor)
     row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if "mm_token_type_ids" in inputs:
         row["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(response)])[None]
-    if "pixel_values" not in inputs:
-        return row
+    if "image_grid_thw" not in inputs:  # no media, or one entry of every argument for each image
+        return row | {name: each for name, each in inputs.items() if name not in ("position_ids", *row)}
     clips, grids = [medium.clip for medium in prompt.task.media], inputs["image_grid_thw"]
     patches = inputs["pixel_values"].split(grids.prod(1).tolist())
     for names, chosen in (

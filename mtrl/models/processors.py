@@ -1,0 +1,52 @@
+"""transformers' own processor of a checkpoint: what prompts are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import transformers
+from PIL import Image
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTrainedConfig
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+from mtrl.types import Prompt
+
+
+def load_processor(path: str, config: PreTrainedConfig, trust_remote_code: bool = False) -> Any:
+    """The processor of a family's checkpoint; for a text model its tokenizer. Without torchvision there is no processor
+    of videos, on which the loaders of most families insist: then the same class is built without one."""
+    name = PROCESSOR_MAPPING_NAMES.get(config.model_type)
+    if name is None and not hasattr(config, "vision_config"):
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    try:
+        return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except ImportError:
+        if name is None:
+            raise
+    kind: Any = getattr(transformers, name)
+    images = AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    return _without_videos(kind)(image_processor=images, tokenizer=tokenizer, chat_template=tokenizer.chat_template)
+
+
+def _without_videos(kind: Any) -> Any:
+    class WithoutVideos(kind):  # type: ignore[misc]
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            if argument_name != "video_processor" or argument is not None:
+                return super().check_argument_for_proper_class(argument_name, argument)
+            return None
+
+    WithoutVideos.__name__ = kind.__name__  # for messages
+    return WithoutVideos
+
+
+def process_prompt(processor: Any, prompt: Prompt) -> Mapping[str, Any]:
+    """The inputs of the model for a prompt, by the processor alone. The images have their target size already, so the
+    processor does not resize them."""
+    messages: Sequence[Any] = [dict(message) for message in prompt.task.messages]
+    text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    images = {"images": [Image.fromarray(medium) for medium in prompt.media]} if prompt.media else {}
+    is_tokenizer = not hasattr(processor, "tokenizer")
+    options = {"add_special_tokens": False} if is_tokenizer else {}
+    return processor(text=[text], **images, **options, return_tensors="pt")
