@@ -6,12 +6,14 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.parity import plain_log_probs
 from mtrl.models.perturb import Perturbation
@@ -83,6 +85,14 @@ class Candidate:
     @cached_property
     def views(self) -> list[tuple[np.ndarray, ...]]:
         return [Perturbation().view(prompt, 0) for prompt in self.rollouts.prompts]
+
+    @cached_property
+    def wide(self) -> Candidate:
+        """The same in float32 or wider: sums of gradients in 16 bits lose what a fault would change."""
+        if self.dtype.itemsize >= torch.float32.itemsize:
+            return self
+        plain: Any = copy.deepcopy(self.plain).float()
+        return replace(self, plain=plain, forward=replace(self.forward, backbone=Backbone(share_weights(plain))))
 
     def rows(self) -> list[tuple[Prompt, Tensor]]:
         """The prompt and the tokens of each response."""

@@ -41,12 +41,13 @@ def _without_videos(kind: Any) -> Any:
     return WithoutVideos
 
 
-def process_prompt(processor: Any, prompt: Prompt) -> Mapping[str, Any]:
-    """The inputs of the model for a prompt, by the processor alone. The images have their target size already, so the
-    processor does not resize them."""
+def process_prompt(processor: Any, prompt: Prompt, resize: bool = True) -> Mapping[str, Any]:
+    """The inputs of the model for a prompt, by the processor alone. The images have their target size already, which
+    `resize` should not change; with narrow limits of pixels it does."""
     messages: Sequence[Any] = [dict(message) for message in prompt.task.messages]
     text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    images = {"images": [Image.fromarray(medium) for medium in prompt.media]} if prompt.media else {}
-    is_tokenizer = not hasattr(processor, "tokenizer")
-    options = {"add_special_tokens": False} if is_tokenizer else {}
-    return processor(text=[text], **images, **options, return_tensors="pt")
+    options: dict[str, Any] = {} if hasattr(processor, "tokenizer") else {"add_special_tokens": False}
+    if prompt.media:
+        options |= {"images": [Image.fromarray(medium) for medium in prompt.media]}
+        options |= {} if resize else {"do_resize": False}
+    return processor(text=[text], **options, return_tensors="pt")
