@@ -22,7 +22,7 @@ SPINS = "1000"  # libgomp's own number for more threads than processors
 
 
 def run_command(name: str, arguments: Sequence[str]) -> int:
-    if name == "doctor" and "--try" not in arguments:
+    if name == "doctor" and not {"--try", "--parity"} & set(arguments):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
     status: int = import_module(f"mtrl.commands.{help_pages.module_name(name)}").run(arguments)
     return status

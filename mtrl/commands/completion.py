@@ -79,7 +79,7 @@ def matching(word: str, names: Iterable[str]) -> list[str]:
 
 def _arguments(command: str, before: Sequence[str], word: str) -> Iterator[str]:
     usage = help_page(command).split("\n\n")[1]
-    options: dict[str, str] = dict(re.findall(r"(--[a-z-]+)(?: ([^\s\]]+))?", usage))
+    options: dict[str, str] = dict(re.findall(r"(--[a-z-]+)(?: ([^\s\[\]]+))?", usage))
     takes_keys = "a.b=c" in usage
     if before and options.get(before[-1]):  # the word is the value of an option
         choices = options[before[-1]].split("|")

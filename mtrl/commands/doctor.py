@@ -1,6 +1,7 @@
 """Check this machine, and whether a configuration can run on it.
 
 mtrl doctor [FILE] [--gpu GIB | --try] [a.b=c ...]
+mtrl doctor MODEL --parity [--dtype fp32|bf16|fp16] [a.b=c ...]
 
 Prints versions, devices, memory, optional features and the packages they lack; then missing files, disk space and a
 memory estimate of the run, and what to change if it does not fit: here, or on one GPU of the size --gpu. Tries some
@@ -8,6 +9,9 @@ rows of the local data, through template and tokenizer. Loads no weights and dow
 configuration cannot run.
 --try loads the weights, compares log-probs with transformers' own forward and does one whole step at the configured
 sizes, with its times and peak memory, in a temporary directory.
+--parity compares a model (a directory, a hub id, zoo, scenes, or that of FILE) with transformers, on built-in prompts:
+tokens and pixels, log-probs, gradients, shared prompts, attention, greedy decoding, adapters, saved weights. In float32
+if that fits, unless --dtype says otherwise. Exit status 1: a check failed.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mtrl.commands import installed
+from mtrl.commands.doctor_parity import run_parity
 from mtrl.commands.doctor_rows import check_rows
 from mtrl.commands.doctor_trial import run_trial
 from mtrl.commands.installed import Device
@@ -55,6 +60,8 @@ def parse_gpu(size: str) -> Device:
 OPTIONS = OptionParser(__doc__)
 OPTIONS.add_argument("--gpu", type=parse_gpu)
 OPTIONS.add_argument("--try", dest="is_trial", action="store_true")
+OPTIONS.add_argument("--parity", action="store_true")
+OPTIONS.add_argument("--dtype", choices=DTYPES)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -62,6 +69,12 @@ def run(arguments: Sequence[str]) -> int:
     options, others = OPTIONS.parse_known_args(arguments)
     if options.is_trial and options.gpu is not None:
         OPTIONS.error("--try: the trial runs on this machine; leave out --gpu")
+    if options.parity and (options.is_trial or options.gpu is not None):
+        OPTIONS.error("--parity: it runs nothing else; leave out --try and --gpu")
+    if options.parity:
+        return run_parity(others, options.dtype)
+    if options.dtype is not None:
+        OPTIONS.error("--dtype: it is for --parity; a run has worker.actor.fsdp.mixed_precision_dtype")
     print(machine_report())
     file, overrides = take_file(others)
     config, embedded = configure(file, overrides)

@@ -46,10 +46,16 @@ def run_checks(
     skipped, which hold gradients or a second copy of the weights. The families of users are registered before, by
     `families.register_family`."""
     encoder = encoder or load_encoder(path, trust_remote_code=trust_remote_code)
-    plain = load_model(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    candidate = make_candidate(path, plain, encoder, trust_remote_code)
+    candidate = load_candidate(path, encoder, dtype, device, trust_remote_code)
     for name in (name for name in CHECKS if name in only):
         yield run_check(name, candidate, no_room if name in LARGE_CHECKS else None)
+
+
+def load_candidate(
+    path: str, encoder: TextEncoder, dtype: str, device: str | torch.device, trust_remote_code: bool
+) -> Candidate:
+    plain = load_model(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    return make_candidate(path, plain, encoder, trust_remote_code)
 
 
 def make_candidate(path: str, plain: Any, encoder: TextEncoder, trust_remote_code: bool = False) -> Candidate:
@@ -67,6 +73,8 @@ def run_check(name: str, candidate: Candidate, skipped: str | None = None) -> Fi
         return CHECKS[name](candidate) if skipped is None else Finding(name, 0.0, None, skipped)
     except NotApplicable as reason:
         return Finding(name, 0.0, None, str(reason))
+    except torch.OutOfMemoryError as error:
+        return Finding(name, 0.0, None, f"the device has no room for it: {describe_error(error)}")
     except Exception as error:
         logger.debug("the check %r of %s ended in an error", name, candidate.path, exc_info=True)
         return Finding(name, math.nan, 0.0, describe_error(error))
