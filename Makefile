@@ -10,6 +10,7 @@
 # make soak       hours: every algorithm switch, kills, mutated input, a thousand steps
 # make lint       ruff and mypy
 # make reference  docs/config-reference.yaml from the tree of keys, docs/metrics.md from the entries of the metrics
+# make models     docs/models.md: the checks of every model family, measured again (minutes)
 # make docs       the documentation site, in build/site; a broken link is an error
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_INSTALLED := .venv-vllm/.installed
 
 .PHONY: setup browser demo demo-cluster test test-kernels test-cluster test-browser test-notebook test-lanes setup-vllm \
-	test-vllm test-all soak lint format reference docs
+	test-vllm test-all soak lint format reference models docs
 
 setup: $(INSTALLED)
 
@@ -111,6 +112,9 @@ docs: $(DOCS_INSTALLED)
 reference: setup
 	$(BIN)/python -m mtrl.config.key_reference > docs/config-reference.yaml
 	$(BIN)/python -m mtrl.report.metrics_page > docs/metrics.md
+
+models: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.model_checks > docs/models.md
 
 format: setup
 	$(BIN)/ruff check --fix .

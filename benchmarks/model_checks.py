@@ -1,0 +1,168 @@
+"""The checks of every family on tiny models, as a page: `python -m benchmarks.model_checks > docs/models.md`.
+
+Twice: with weights as transformers initializes them, and with weights eight times as large, where attention is far from
+uniform and rounding is amplified.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+from mtrl.compose.family_checks import make_candidate, run_check
+from mtrl.models.check_candidate import Finding
+from mtrl.models.families import FAMILIES, ModelFamily, load_encoder
+from mtrl.models.families.model_family import SHARED_PREFIX_TEXT_FAMILIES, TextFamily
+from mtrl.models.family_checks import CHECKS
+from mtrl.models.load_model import load_model
+from mtrl.report.markdown_text import table
+from pretraining.tiny_checkpoints import TINY_FAMILIES, make_tiny_checkpoint
+
+LARGER = 8
+HYBRID = "qwen3_5"
+Findings = Mapping[str, Mapping[str, Finding]]  # by family and check
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the code cannot say of a family."""
+
+    title: str
+    engines: str
+    traps: str
+
+
+ALL_ENGINES = "the plain engine, CUDA graphs ([generation.md](generation.md)), vLLM ([vllm_parity.md](vllm_parity.md))"
+PLAIN_ENGINE = "the plain engine. The CUDA graph engine refuses it; vLLM was not tried"
+FACTS = {
+    "qwen2_vl": Facts("Qwen2-VL", ALL_ENGINES, "its chat template adds a system message if the chat has none."),
+    "qwen2_5_vl": Facts(
+        "Qwen2.5-VL",
+        ALL_ENGINES,
+        "its chat template adds a system message, too.",
+    ),
+    "qwen3_vl": Facts(
+        "Qwen3-VL",
+        ALL_ENGINES,
+        "features of the image enter the first layers of the language model as well (deepstack). Videos have a "
+        "timestamp in the text before each pair of frames.",
+    ),
+    "qwen3_5": Facts(
+        "Qwen3.5, dense",
+        PLAIN_ENGINE,
+        "three of four layers keep a state (a gated delta net) and have no attention: thirds and last layers of "
+        "attention metrics count the other ones. Gradients of the decay (`A_log`, `dt_bias`) are small and lose most "
+        "of their digits in float32, in transformers' forward as in ours.",
+    ),
+    "qwen3_5_moe": Facts(
+        "Qwen3.5 with experts",
+        PLAIN_ENGINE,
+        "as Qwen3.5. In addition, other responses in a batch may move the last bits of a gradient, since an expert "
+        "multiplies all its tokens in one group. Adapters leave the experts alone, which are no `Linear` modules.",
+    ),
+    "qwen2": Facts(
+        "Text models",
+        ALL_ENGINES,
+        f"prompts are shared for {', '.join(SHARED_PREFIX_TEXT_FAMILIES)}; other text models read a prompt for each "
+        "response. Sliding attention, soft-capped or scaled logits are refused.",
+    ),
+}
+
+HEAD = """\
+# Model families
+
+<!-- `make models` writes this page: python -m benchmarks.model_checks > docs/models.md -->
+
+Every family passes the same checks: our passes against those of transformers over the same weights.
+`mtrl doctor MODEL --parity` runs them on your own weights ([watching.md](watching.md#before-a-run-mtrl-doctor)), and
+`mtrl.compose.family_checks.run_checks(path)` from Python; [extending.md](extending.md) shows how to add a family.
+
+**No published weights or vocabularies were available** where these numbers were measured. The models are tiny and
+random, with the layers of their family; tokens were compared over a small tokenizer with the special tokens and the
+chat format of the family, by transformers' own processor class. So run the checks once on the weights that you train.
+
+Numbers are the worst differences of float32 models on a CPU, with {versions}:
+of log-probs in nats, of gradients relative to the largest gradient of the same weight (at least a ten-thousandth of the largest of all), of attention
+masses as shares, of pixels after normalization. 0 means equal in every bit. A dash means that it does not apply.
+"""
+
+
+def make_page(small: Findings, large: Findings, in_float64: float) -> str:
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
+    meanings = [[name, (check.__doc__ or "").split("\n\n")[0].replace("\n   ", "")] for name, check in CHECKS.items()]
+    parts = [
+        HEAD.format(versions=versions),
+        "## The checks\n",
+        table(["check", "what must hold"], meanings) + "\n",
+        "No prompt is a multiple of 64 tokens long; responses have 1 to 67 tokens, three of them to one prompt.\n",
+        "## Measured\n",
+        "Weights as transformers initializes them:\n",
+        make_table(small) + "\n",
+        f"The gradients of {HYBRID} are the decay's, as below: in float64 those with shared and with separate prompts "
+        f"differ by {in_float64:.0e}.\n",
+        f"Weights {LARGER} times as large:\n",
+        make_table(large) + "\n",
+        "## By family\n",
+        *(describe_family(name) for name in TINY_FAMILIES),
+    ]
+    return "\n".join(parts)
+
+
+def make_table(findings: Findings) -> str:
+    rows = [[check, *(format_worst(findings[family][check]) for family in TINY_FAMILIES)] for check in CHECKS]
+    return table(["check", *TINY_FAMILIES], rows)
+
+
+def format_worst(finding: Finding) -> str:
+    if finding.skipped:
+        return "-"
+    return ("0" if finding.worst == 0 else f"{finding.worst:.0e}") + ("" if finding.passed else " FAILED")
+
+
+def describe_family(name: str) -> str:
+    family: ModelFamily = FAMILIES.get(name) or TextFamily(name)
+    facts = FACTS[name]
+    lines = [
+        f"### {facts.title} (`{name}`)\n",
+        f"- shared prompts: {'exact' if family.shares_prefix else 'no'}",
+        f"- sequence parallelism: {'yes' if family.splits_sequences else 'no'}",
+        f"- engines: {facts.engines}",
+        f"- traps: {facts.traps}\n",
+    ]
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------------------ measuring
+def measure(path: Path, model: Any) -> dict[str, Finding]:
+    candidate = make_candidate(str(path), model, load_encoder(path))
+    return {name: run_check(name, candidate) for name in CHECKS}
+
+
+@torch.no_grad()
+def enlarge(model: Any) -> Any:
+    for parameter in (each for each in model.parameters() if each.dim() > 1):
+        parameter.mul_(LARGER)
+    return model
+
+
+def measure_families(families: Sequence[str] = TINY_FAMILIES) -> tuple[Findings, Findings, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {name: make_tiny_checkpoint(Path(folder, name), name, layers=3) for name in families}
+        small = {name: measure(path, load_model(path)) for name, path in paths.items()}
+        large = {name: measure(path, enlarge(load_model(path))) for name, path in paths.items()}
+        path = paths[HYBRID]
+        double = make_candidate(str(path), load_model(path).double(), load_encoder(path))
+        return small, large, run_check("sharing gradients", double).worst
+
+
+if __name__ == "__main__":
+    print(make_page(*measure_families()), end="")
