@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -36,7 +37,7 @@ def run_parity(arguments: Sequence[str], dtype: str | None) -> int:
     encoder = check_call(lambda: load_encoder(path, trust_remote_code=trusted))
     size = sum(each.numel() for each in empty_model(path, trust_remote_code=trusted).parameters())
     free = int(SPARE * installed.devices()[0].free)
-    dtype = dtype or choose_dtype(size, free, read_dtype(path, trusted))
+    dtype = dtype or choose_dtype(size, free, read_dtype(Path(path), trusted))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"{path}: {size / 1e6:,.1f} million parameters, in {dtype} on {device}", flush=True)
     candidate = check_call(lambda: load_candidate(path, encoder, dtype, device, trusted))

@@ -210,7 +210,8 @@ def eager_masses(candidate: Candidate, model: PreTrainedModel, prompt: Prompt, r
 @torch.no_grad()
 def check_greedy(candidate: Candidate) -> Finding:
     """Greedy responses of our engine are those of `generate`. Where a token differs, the other must be as likely."""
-    prompts, encoder, model = candidate.rollouts.prompts, candidate.encoder, candidate.plain
+    prompts, encoder = candidate.rollouts.prompts, candidate.encoder
+    model: Any = candidate.plain
     with candidate.generator.resident():
         ours = candidate.generator.generate(prompts, Sampling(temperature=0, max_new_tokens=GREEDY_TOKENS))
     worst, different = 0.0, 0
