@@ -1,8 +1,8 @@
-"""Your own model family: Qwen3-VL with experts and prompts that number their images. Name its encoder in a YAML:
+"""Your own model family: Qwen3-VL with experts and prompts that number their images. Name it in a YAML:
 
 worker:
   actor:
-    model: {model_path: my_checkpoint, encoder: examples/families/qwen3_vl_moe.py:NumberedEncoder}
+    model: {model_path: my_checkpoint, family: examples/families/qwen3_vl_moe.py:NumberedEncoder}
 """
 
 from mtrl.models.families import QwenVLEncoder

@@ -31,7 +31,7 @@ from mtrl.commands.installed import Device
 from mtrl.commands.load_arguments import OptionParser
 from mtrl.compose.critic_worker import critic_path
 from mtrl.compose.memory_limits import is_sized_by_memory, make_plan
-from mtrl.compose.policy import missing_model_hint, model_path, register_encoder
+from mtrl.compose.policy import missing_model_hint, model_path, register_own_family
 from mtrl.compose.run import configure, find_unknown_names
 from mtrl.compose.task_source import EMBEDDED
 from mtrl.config import Config, find_warnings, take_file
@@ -87,7 +87,7 @@ def run(arguments: Sequence[str]) -> int:
     is_model_known = True
     try:
         model = load_model_config(model_path(config), config.worker.actor.model.trust_remote_code)
-        register_encoder(config)
+        register_own_family(config)
         check_known_family(model, model_path(config))
         plan = make_plan(config, device.is_gpu)
         estimated = estimate(model, plan)

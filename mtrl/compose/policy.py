@@ -110,7 +110,7 @@ def build_encoder(config: Config) -> TextEncoder:
     if hint := missing_model_hint(config):
         raise ValueError(hint)
     check_model_available(model_path(config))
-    register_encoder(config)
+    register_own_family(config)
     check_model_available(settings.tokenizer_path or model_path(config))
     encoder = load_encoder(
         model_path(config),
@@ -126,16 +126,16 @@ def build_encoder(config: Config) -> TextEncoder:
     return encoder
 
 
-def register_encoder(config: Config) -> None:
-    """Register the user's prompt encoder for the family of the model, in this process."""
+def register_own_family(config: Config) -> None:
+    """Register the user's family for models of the type of this one, in this process."""
     settings = config.worker.actor.model
-    if settings.encoder is None:
+    if settings.family is None:
         return
     try:
-        encoder = load_user_object(settings.encoder, "prompt encoder")
-        register_family(model_path(config), encoder, settings.trust_remote_code)
+        family = load_user_object(settings.family, "model family")
+        register_family(model_path(config), family, settings.trust_remote_code)
     except PluginError as error:
-        raise ConfigError([f"worker.actor.model.encoder: {error}"]) from error
+        raise ConfigError([f"worker.actor.model.family: {error}"]) from error
 
 
 def warn_about_special_tokens(config: Config, encoder: TextEncoder) -> None:
@@ -216,7 +216,7 @@ def warn_about_slow_bf16() -> None:
 
 def load_policy(config: Config, base: Any = None, device: str | None = None) -> Any:
     """Load the model of a run, with the adapters at its path, if any."""
-    register_encoder(config)
+    register_own_family(config)
     settings, path = algorithm.make_adapter_settings(config), model_path(config)
     options = load_options(config, device)
     if settings is None:

@@ -50,6 +50,7 @@ run_key = partial(key, may_change=True)
 RENAMED_KEYS = {  # old name -> new name; the old ones are still accepted
     "worker.rollout.lag": "worker.rollout.off_policy_steps",
     "worker.ref.refresh_every": "worker.ref.sync_every",
+    "worker.actor.model.encoder": "worker.actor.model.family",
 }
 
 
@@ -214,8 +215,8 @@ class ActorModelConfig:
     model_path: str | None = key(None, "hub id or directory; null: embedded model; scenes: the other one")
     tokenizer_path: str | None = key(None, "hub id or directory of the tokenizer; null: model_path")
     trust_remote_code: bool = key(False, "run Python code that comes with the model")
-    encoder: str | None = key(
-        None, "prompt encoder of a new model family, as file.py:Name; null: the family's", path_kind="code"
+    family: str | None = key(
+        None, "model family from your own file, as file.py:Name; null: by the model's config.json", path_kind="code"
     )
     enable_gradient_checkpointing: bool | Literal["mlp", "attention"] = key(
         True, "recompute activations in the backward pass"

@@ -14,7 +14,7 @@ from typing import Any
 
 from mtrl.config import Config, ConfigError, to_yaml
 from mtrl.config.paths import PYTHON_PREFIX
-from mtrl.config.tree import known_leaves, known_sections
+from mtrl.config.tree import RENAMED_KEYS, known_leaves, known_sections
 from mtrl.config.yaml_io import YamlFile
 from mtrl.data.arrow import is_dataset
 from mtrl.protocols import Tracker
@@ -103,7 +103,7 @@ def config_keys(name: str) -> tuple[str, ...]:
         raise ConfigError([f"{name}: called {TRL_NAMES[name]} here"])
     if name in SHORT_NAMES:
         return SHORT_NAMES[name]
-    keys = [key for key in known_leaves() if key.rpartition(".")[2] == name]
+    keys = [key for key in (*known_leaves(), *RENAMED_KEYS) if key.rpartition(".")[2] == name]
     if len(keys) > 1:
         raise ConfigError([f"{name}: several keys end so; write one of {', '.join(keys)} as **{{'{keys[0]}': ..}}"])
     return (keys[0],) if keys else (name,)  # the loader suggests the nearest key

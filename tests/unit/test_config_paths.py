@@ -51,7 +51,7 @@ FOUND = [
     ("optimization.policy_loss", "{name: mine.py:Loss}", {"name": "{home}/mine.py:Loss"}),
     ("training.logger", "[console, mine.py:Logger]", ("console", "{home}/mine.py:Logger")),
     ("worker.rollout.name", "mine.py:Engine", "{home}/mine.py:Engine"),
-    ("worker.actor.model.encoder", "mine.py:Encoder", "{home}/mine.py:Encoder"),
+    ("worker.actor.model.family", "mine.py:Family", "{home}/mine.py:Family"),
 ]  # fmt: skip
 AS_TYPED = [
     ("dataset.format_prompt", "missing.jinja"),

@@ -87,6 +87,7 @@ def test_the_page_has_the_same_table():
 
 def test_other_last_names():
     assert config_keys("max_steps") == ("training.max_steps",) and config_keys("a.b") == ("a.b",)
+    assert config_keys("encoder") == ("worker.actor.model.encoder",), "an old name; the loader says the new one"
     assert mtrl.Trainer(worker={"rollout": {"n": 3}}).config.worker.rollout.n == 3
     with pytest.raises(ConfigError, match=r"name: several keys end so; write one of worker\.actor\.optim\.name, "):
         mtrl.Trainer(name="first")
