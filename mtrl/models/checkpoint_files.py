@@ -32,6 +32,25 @@ def check_files(path: str | Path, names: Sequence[str]) -> None:
             read_json_object(file)
 
 
+def read_checkpoint_json(path: str, name: str) -> dict[str, Any]:
+    """A JSON file of a local or hub checkpoint; empty if there is none."""
+    file = find_checkpoint_file(path, name)
+    return json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+
+
+def find_checkpoint_file(path: str, name: str) -> str | None:
+    """The path of a file of a local or hub checkpoint; None if there is none."""
+    from transformers.utils import cached_file
+
+    return cached_file(
+        path,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+
+
 def is_adapter(path: str | Path) -> bool:
     """Whether a directory holds adapters of another model, rather than a model."""
     return Path(path, ADAPTER_CONFIG).is_file()

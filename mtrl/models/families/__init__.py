@@ -6,7 +6,6 @@ are resized once, by us, so trainer and generator see the same pixels.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import tempfile
@@ -18,16 +17,23 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
-from transformers.utils import cached_file
 
-from mtrl.models.checkpoint_files import SETTINGS_FILES, TOKENIZER_FILES, base_path, check_files
+from mtrl.models.checkpoint_files import (
+    SETTINGS_FILES,
+    TOKENIZER_FILES,
+    base_path,
+    check_files,
+    find_checkpoint_file,
+    read_checkpoint_json,
+)
 from mtrl.models.families.model_family import ModelFamily as ModelFamily
 from mtrl.models.families.model_family import TextFamily
 from mtrl.models.families.qwen_tower import Qwen35Family
 from mtrl.models.families.qwen_tower import QwenVLFamily as QwenVLFamily
 from mtrl.models.families.qwen_vl import QwenVLEncoder as QwenVLEncoder
 from mtrl.models.families.text import TextEncoder as TextEncoder
-from mtrl.protocols import ImageSettings, VideoSettings
+from mtrl.models.families.vision_encoder import VisionEncoder as VisionEncoder
+from mtrl.protocols import VideoSettings
 from mtrl.utils.files import check_regular_files
 from mtrl.utils.plugins import PluginError
 
@@ -72,7 +78,7 @@ def load_encoder(
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
     template = _read_template(chat_template)
     if vision and template is None:  # older checkpoints; transformers' processors prefer this file to the tokenizer
-        template = _read_json(tokenizer_path, "chat_template.json").get("chat_template")
+        template = read_checkpoint_json(tokenizer_path, "chat_template.json").get("chat_template")
     options: dict[str, Any] = {
         "chat_template": template,
         "stop_ids": _stop_ids(model_path, tokenizer),
@@ -82,8 +88,8 @@ def load_encoder(
     }
     if vision is None:
         return TextEncoder(tokenizer, **options)
-    images = _image_settings(model_path, config, min_pixels, max_pixels)
-    encoder: Any = vision.encoder(tokenizer, config, images, **options)
+    limits = {"min_pixels": min_pixels, "max_pixels": max_pixels, "trust_remote_code": trust_remote_code}
+    encoder: Any = vision.encoder.from_checkpoint(model_path, tokenizer, config, **limits, **options)
     encoder.video_settings = video or encoder.video_settings
     return encoder
 
@@ -99,7 +105,7 @@ def register_family(model_path: str, given: Any, trust_remote_code: bool = False
     kind = load_model_config(model_path, trust_remote_code).model_type
     if isinstance(given, type) and issubclass(given, ModelFamily):
         FAMILIES[kind] = given()
-    elif isinstance(given, type) and issubclass(given, TextEncoder):
+    elif isinstance(given, type) and issubclass(given, QwenVLEncoder):
         known = {"encoder": given, "shares_prefix": False, "splits_sequences": False}
         FAMILIES[kind] = type(given.__name__, (QwenVLFamily,), known)()
     else:
@@ -165,49 +171,6 @@ def _is_text_model(config: PreTrainedConfig) -> bool:
     return config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "AutoModelForCausalLM" in remote
 
 
-# transformers' defaults for keys that a preprocessor_config.json lacks.
-IMAGE_DEFAULTS: dict[str, Any] = {
-    "patch_size": 14,
-    "merge_size": 2,
-    "temporal_patch_size": 2,
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
-}
-
-
-def _image_settings(path: str, config: PreTrainedConfig, low: int | None, high: int | None) -> ImageSettings:
-    """The image settings in preprocessor_config.json, or in processor_config.json of newer checkpoints.
-
-    Read as JSON: transformers' image processors import torchvision if it is installed, and it does not always load.
-    """
-    saved = _read_json(path, "preprocessor_config.json") or _read_json(path, "processor_config.json")
-    saved = saved.get("image_processor", saved)
-    if not saved:
-        raise ValueError(f"{path} has no preprocessor_config.json; copy it from the checkpoint the model was made from")
-    size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280} | (saved.get("size") or {})
-    limits = (saved.get("min_pixels") or size["shortest_edge"], saved.get("max_pixels") or size["longest_edge"])
-    saved = IMAGE_DEFAULTS | {key: value for key, value in saved.items() if value is not None}
-    vision = config.vision_config
-    if (saved["patch_size"], saved["merge_size"]) != (vision.patch_size, vision.spatial_merge_size):
-        raise ValueError(
-            f"{path}: the image settings have patch {saved['patch_size']} and merge {saved['merge_size']}, "
-            f"config.json {vision.patch_size} and {vision.spatial_merge_size}; they do not belong together"
-        )
-    return ImageSettings(
-        patch_size=saved["patch_size"],
-        merge_size=saved["merge_size"],
-        temporal_patch_size=saved["temporal_patch_size"],
-        min_pixels=limits[0] if low is None else low,
-        max_pixels=limits[1] if high is None else high,
-        rescale_factor=saved["rescale_factor"] if saved["do_rescale"] else 1.0,
-        image_mean=tuple(saved["image_mean"]) if saved["do_normalize"] else (0.0,) * 3,
-        image_std=tuple(saved["image_std"]) if saved["do_normalize"] else (1.0,) * 3,
-    )
-
-
 def _read_template(template: str | None) -> str | None:
     """The Jinja text itself, or the content of the file it names (a name has neither braces nor line breaks)."""
     if template and not any(sign in template for sign in "{}\n"):
@@ -223,7 +186,7 @@ def encoder_files(encoder: TextEncoder, model_path: str | Path) -> dict[str, byt
     with tempfile.TemporaryDirectory() as folder:
         encoder.tokenizer.save_pretrained(folder)
         for name in PROCESSOR_FILES:
-            if file := _find_file(str(model_path), name):
+            if file := find_checkpoint_file(str(model_path), name):
                 shutil.copyfile(file, Path(folder, name))
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
@@ -240,24 +203,8 @@ def save_processor(processing_class: Any, origin: str, folder: Path) -> None:
     if hasattr(processing_class, "image_processor") or not origin:
         return
     for name in PROCESSOR_FILES:
-        if file := _find_file(origin, name):
+        if file := find_checkpoint_file(origin, name):
             shutil.copyfile(file, folder / name)
-
-
-def _read_json(path: str, name: str) -> dict[str, Any]:
-    """A JSON file of a local or hub checkpoint; empty if there is none."""
-    file = _find_file(path, name)
-    return json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
-
-
-def _find_file(path: str, name: str) -> str | None:
-    return cached_file(
-        path,
-        name,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
 
 
 def _stop_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -7,55 +7,77 @@ writes timestamps.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Encoding
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mtrl.models.families.clips import ClipRules, frame_settings
-from mtrl.models.families.text import TextEncoder, check_marks
 from mtrl.models.families.vision import patchify, rotary_positions, target_size
-from mtrl.models.families.written_tokens import iter_strings
+from mtrl.models.families.vision_encoder import VisionEncoder
 from mtrl.protocols import Clip, ImageSettings, VideoSettings
-from mtrl.types import NO_POOL, TEXT_POOL, VISION_POOL, Medium, Prompt, Task
+from mtrl.types import NO_POOL, TEXT_POOL, VISION_POOL, Medium, Prompt
+
+# transformers' defaults for keys that a preprocessor_config.json lacks.
+IMAGE_DEFAULTS: dict[str, Any] = {
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
 
 
-class QwenVLEncoder(TextEncoder):
-    """A PromptEncoder for Qwen's vision-language families.
+class QwenVLEncoder(VisionEncoder):
+    """A PromptEncoder for Qwen's vision-language families. <|im_start|> is no media mark and stays allowed."""
 
-    `forbidden_ids`: the image and video pads, the vision start and end marks, and the vision pad. A response with one
-    of them would ask a later pass for an image that does not exist. <|im_start|> is no media mark and stays allowed.
-    """
+    kinds = ("image", "video")
+    marks = ("image", "video", "vision_start", "vision_end")
+    media_tokens = ("<|vision_pad|>",)
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, image: ImageSettings, **options: Any
     ) -> None:
-        super().__init__(tokenizer, **options)
-        self.image_settings: ImageSettings = image
-        self._pad_ids: dict[str, int] = {"image": config.image_token_id, "video": config.video_token_id}
+        super().__init__(tokenizer, config, image, **options)
         self._clips = ClipRules(
             image.temporal_patch_size,
             has_timestamps=config.model_type.startswith("qwen3"),
             positions_per_second=getattr(config.vision_config, "tokens_per_second", None),
         )
-        marks = [getattr(config, f"{name}_token_id") for name in ("image", "video", "vision_start", "vision_end")]
-        added = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-        if missing := set(marks) - set(added.values()):
+        self._begin_id, self._end_id = config.vision_start_token_id, config.vision_end_token_id
+        begin, end = tokenizer.convert_ids_to_tokens([self._begin_id, self._end_id])
+        self._marks = {kind: begin + pad + end for kind, pad in self._marks.items()}
+
+    @classmethod
+    def read_image_settings(
+        cls, saved: Mapping[str, Any], config: PreTrainedConfig, min_pixels: int | None, max_pixels: int | None
+    ) -> ImageSettings:
+        size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280} | (saved.get("size") or {})
+        limits = (saved.get("min_pixels") or size["shortest_edge"], saved.get("max_pixels") or size["longest_edge"])
+        saved = IMAGE_DEFAULTS | {key: value for key, value in saved.items() if value is not None}
+        vision = config.vision_config
+        if (saved["patch_size"], saved["merge_size"]) != (vision.patch_size, vision.spatial_merge_size):
             raise ValueError(
-                f"the model's media tokens {sorted(missing)} are no special tokens of this tokenizer; "
-                "use the tokenizer of the model"
+                f"the image settings have patch {saved['patch_size']} and merge {saved['merge_size']}, "
+                f"config.json {vision.patch_size} and {vision.spatial_merge_size}; they do not belong together"
             )
-        self.forbidden_ids = tuple(sorted({*marks, added.get("<|vision_pad|>", marks[0])}))
-        names = {index: content for content, index in added.items()}
-        self._begin_id, self._end_id = marks[2:]
-        self._marks = {kind: names[marks[2]] + names[index] + names[marks[3]] for kind, index in self._pad_ids.items()}
-        self._media_token = re.compile("|".join(re.escape(names[index]) for index in self.forbidden_ids))
+        return ImageSettings(
+            patch_size=saved["patch_size"],
+            merge_size=saved["merge_size"],
+            temporal_patch_size=saved["temporal_patch_size"],
+            min_pixels=limits[0] if min_pixels is None else min_pixels,
+            max_pixels=limits[1] if max_pixels is None else max_pixels,
+            rescale_factor=saved["rescale_factor"] if saved["do_rescale"] else 1.0,
+            image_mean=tuple(saved["image_mean"]) if saved["do_normalize"] else (0.0,) * 3,
+            image_std=tuple(saved["image_std"]) if saved["do_normalize"] else (1.0,) * 3,
+        )
 
     # ------------------------------------------------------------------------------------------------ PromptEncoder
     def target_size(self, height: int, width: int) -> tuple[int, int]:
@@ -66,31 +88,6 @@ class QwenVLEncoder(TextEncoder):
 
     def clip(self, total: int, fps: float) -> Clip:
         return self._clips.sample(total, fps, self.video_settings)
-
-    def length(self, task: Task, sizes: Sequence[tuple[int, int]]) -> int:
-        """Tokens of the prompt. `sizes` are those of the media as they come, before the resize to `target_size`."""
-        ids = self._tokens(task, len(sizes))[1].ids
-        return len(ids) + sum(
-            self._count_tokens(medium, *self._side_tokens(*self._resized(medium, *size))) - 1
-            for medium, size in zip(task.media, sizes, strict=True)
-        )
-
-    def encode(self, task: Task, media: Sequence[np.ndarray]) -> Prompt:
-        sides = [self._side_tokens(*self._check_array(array)) for array in media]
-        text, tokens = self._tokens(task, len(media))
-        engine_ids = torch.tensor(tokens.ids, dtype=torch.long)
-        engine_pool = self._text_pool(task, text, tokens)
-        ids: list[Tensor] = []
-        pool: list[Tensor] = []
-        begin = 0
-        pads = self._is_pad(engine_ids).nonzero().flatten().tolist()
-        for pad, medium, (rows, columns) in zip(pads, task.media, sides, strict=True):
-            medium_ids, medium_pool = self._expand(medium, rows * columns)
-            ids += [engine_ids[begin:pad], medium_ids]
-            pool += [engine_pool[begin:pad], medium_pool]
-            begin = pad + 1
-        all_ids, all_pools = torch.cat([*ids, engine_ids[begin:]]), torch.cat([*pool, engine_pool[begin:]])
-        return Prompt(task, tuple(media), all_ids, engine_ids, all_pools)
 
     def inputs(
         self, prompt: Prompt, media: Sequence[np.ndarray] | None = None, device: torch.device | None = None
@@ -107,9 +104,7 @@ class QwenVLEncoder(TextEncoder):
         (`parity.py` separates them for transformers). `media`: another view of them, of the same sizes. Pixel values
         are computed on the `device`, from bytes.
         """
-        if media is None:
-            media = prompt.media
-        assert [a.shape for a in media] == [a.shape for a in prompt.media], "another view must have the same sizes"
+        media = self._check_view(prompt, media)
         sides = [self._side_tokens(*self._check_array(array)) for array in media]
         depths = [1 if array.ndim == 3 else -(-len(array) // self._clips.frames_per_patch) for array in media]
         kinds = (prompt.ids == self._pad_ids["image"]).long() + 2 * (prompt.ids == self._pad_ids["video"])
@@ -125,35 +120,15 @@ class QwenVLEncoder(TextEncoder):
         return inputs
 
     # ------------------------------------------------------------------------------------------------------ helpers
-    def _tokens(self, task: Task, media_count: int) -> tuple[str, Encoding]:
-        check_marks(task, media_count)
-        for string in iter_strings(task.messages):
-            if match := self._media_token.search(string):
-                raise ValueError(f"the text contains the media token {match[0]}; images must be image parts")
-        text, tokens = super()._tokens(task, media_count)
-        for kind, index in self._pad_ids.items():
-            pads, count = tokens.ids.count(index), sum(medium.kind == kind for medium in task.media)
-            if pads != count:  # the template drops images, or joined text became a token
-                raise ValueError(f"the rendered prompt has {pads} {self._marks[kind]} for {count} {kind}s")
-        kinds = [self._pad_ids[medium.kind] for medium in task.media]
-        if [index for index in tokens.ids if index in self._pad_ids.values()] != kinds:
-            raise ValueError("the chat template puts images and videos in another order than the messages")
-        return text, tokens
-
     def _for_template(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         return [dict(message) for message in messages]  # these templates read parts themselves
-
-    def _part_text(self, part: Mapping[str, Any]) -> str:
-        return part["text"] if part["type"] == "text" else self._marks[part["type"]]
-
-    def _is_pad(self, ids: Tensor) -> Tensor:
-        return torch.isin(ids, torch.tensor(list(self._pad_ids.values())))
 
     def _resized(self, medium: Medium, height: int, width: int) -> tuple[int, int]:
         return (self.target_size if medium.kind == "image" else self.frame_size)(height, width)
 
-    def _count_tokens(self, medium: Medium, rows: int, columns: int) -> int:
-        """Tokens of a medium whose frames have so many rows and columns of them."""
+    def count_tokens(self, medium: Medium, height: int, width: int) -> int:
+        """Tokens of a medium: those of its frames, with timestamps and marks where a family writes them."""
+        rows, columns = self._side_tokens(height, width)
         if medium.kind == "image":
             return rows * columns
         clip = _get_clip(medium)
@@ -161,12 +136,11 @@ class QwenVLEncoder(TextEncoder):
             return -(-len(clip.frames) // self._clips.frames_per_patch) * rows * columns
         return sum(len(stamp) + rows * columns + 2 for stamp in self._encode_timestamps(clip))
 
-    def _expand(self, medium: Medium, size: int) -> tuple[Tensor, Tensor]:
-        """Ids and pools of the tokens of a medium with `size` tokens per frame."""
-        pad = self._pad_ids[medium.kind]
+    def _expand(self, medium: Medium, height: int, width: int) -> tuple[Tensor, Tensor]:
         if medium.kind == "image" or not self._clips.has_timestamps:
-            count = self._count_tokens(medium, size, 1)
-            return torch.full((count,), pad), torch.full((count,), VISION_POOL)
+            return super()._expand(medium, height, width)
+        rows, columns = self._side_tokens(height, width)
+        size, pad = rows * columns, self._pad_ids[medium.kind]
         ids: list[int] = []
         pool: list[int] = []
         mark = TEXT_POOL if self._pool_special else NO_POOL
@@ -191,8 +165,7 @@ class QwenVLEncoder(TextEncoder):
         return rotary_positions(self._is_pad(prompt.ids), [side for side, _ in blocks], [times for _, times in blocks])
 
     def _check_array(self, array: np.ndarray) -> tuple[int, int]:
-        assert array.dtype == np.uint8 and array.ndim in (3, 4) and array.shape[-1] == 3, f"{array.dtype} {array.shape}"
-        height, width = array.shape[-3:-1]
+        height, width = super()._check_array(array)
         assert height % self.image_settings.factor == 0 == width % self.image_settings.factor, (
             f"{height} x {width} is not a target size"
         )
@@ -205,7 +178,7 @@ class QwenVLEncoder(TextEncoder):
     def _settings(self) -> list[Any]:
         video = self.video_settings  # defaults are left out, so existing caches stay valid
         videos = () if video == VideoSettings() else ("video", *astuple(video))
-        return [*super()._settings(), *astuple(self.image_settings), *self.forbidden_ids, *videos]
+        return [*super()._settings(), *videos]
 
 
 def _get_clip(medium: Medium) -> Clip:
