@@ -99,7 +99,7 @@ class PromptEncoder(Protocol):
         """Identifies all settings that `length` and `encode` depend on; the key of caches."""
 
     def target_size(self, height: int, width: int) -> tuple[int, int]:
-        """(height, width) after resizing: multiples of patch * merge within the pixel limits."""
+        """(height, width) after resizing, for many families multiples of patch * merge within the pixel limits."""
 
     def frame_size(self, height: int, width: int) -> tuple[int, int]:
         """The same for the frames of a video, with lower limits."""
@@ -120,6 +120,9 @@ class PromptEncoder(Protocol):
     ) -> dict[str, Tensor]:
         """The opaque multimodal dict for a forward pass, from the prompt's media or another view of them; pixels are
         computed on the device."""
+
+    def largest_image(self, tokens: int) -> tuple[int, int]:
+        """(height, width) of an image at its target size with so many tokens, or the most that an image can have."""
 
     def decode(self, ids: Sequence[int] | Tensor) -> str:
         """The text of a response, without special tokens."""

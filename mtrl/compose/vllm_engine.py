@@ -59,12 +59,12 @@ def build_vllm_engine(
 
 
 def build_host(config: Config, path: str, encoder: TextEncoder, dtype: torch.dtype, on_gpu: bool, ranked: bool) -> Host:
-    rollout, images = config.worker.rollout, encoder.image_settings
+    rollout = config.worker.rollout
     if rollout.mode == "server":
         assert rollout.address is not None, "config/checks.py requires it"
         return VllmServer(rollout.address, path, dtype)
     arguments = make_engine_arguments(config, path, dtype, on_gpu, ranked)
-    image_arguments = None if images is None else images.processor_arguments()
+    image_arguments = encoder.engine_image_arguments()
     if rollout.mode == "process":
         return VllmProcess(arguments, image_arguments, dtype)
     return VllmInProcess(arguments, image_arguments)

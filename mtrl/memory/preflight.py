@@ -6,7 +6,6 @@ They run once before the first step on a GPU, so running out of memory is report
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -83,12 +82,11 @@ class Limits:
 # -------------------------------------------------------------------------------------------------------- longest step
 def longest_prompt(encoder: PromptEncoder, limits: Limits) -> Prompt:
     """A prompt with the largest image (if the model takes images), filled with text to the longest length."""
-    side = encoder.image_settings.factor if encoder.image_settings else 1
-    prompt = _encode(encoder, [np.zeros((side, side, 3), np.uint8)] if side > 1 else [])
-    image_tokens = min(limits.max_pixels // side**2, limits.prompt_tokens - len(prompt.ids) + 1)
-    if side > 1 and image_tokens > 1:
-        rows = math.isqrt(image_tokens)
-        prompt = _encode(encoder, [np.zeros((rows * side, image_tokens // rows * side, 3), np.uint8)])
+    images = encoder.image_settings
+    prompt = _encode(encoder, [np.zeros((*encoder.largest_image(1), 3), np.uint8)] if images else [])
+    if images:
+        image_tokens = min(limits.max_pixels // images.factor**2, limits.prompt_tokens - len(prompt.ids) + 1)
+        prompt = _encode(encoder, [np.zeros((*encoder.largest_image(max(1, image_tokens)), 3), np.uint8)])
     missing = max(0, limits.prompt_tokens - len(prompt.ids))
     ids, pool = (torch.cat([each, each[-1:].expand(missing)]) for each in (prompt.ids, prompt.token_pool))
     return replace(prompt, ids=ids, token_pool=pool)

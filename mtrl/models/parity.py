@@ -75,6 +75,8 @@ def plain_inputs(inputs: Mapping[str, Tensor], prompt: Prompt, response: Tensor)
     """Arguments of the model's own forward for this one row, from an encoder's inputs: images and videos separate."""
     ids = torch.cat([prompt.ids, response])[None]
     row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if "image_grid_thw" not in inputs and "mm_token_type_ids" not in inputs:  # not Qwen's: arguments as they are
+        return row | {name: value for name, value in inputs.items() if name != "position_ids"}
     if "mm_token_type_ids" in inputs:
         row["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(response)])[None]
     if "image_grid_thw" not in inputs:  # no media, or one entry of every argument for each image

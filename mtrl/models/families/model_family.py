@@ -70,7 +70,7 @@ class ModelFamily:
     encoder: ClassVar[type[TextEncoder]] = TextEncoder
     image_encoder: ClassVar[type[ImageEncoder]] = ImageEncoder
     vision_tower: ClassVar[str | None] = None
-    vision_layers: ClassVar[str] = "blocks"
+    vision_layers: ClassVar[str | None] = None  # None: the longest list of modules in the tower
     projector: ClassVar[str | None] = None
     position_axes: ClassVar[int] = 1  # 3: rotary positions in time, height and width
     shares_prefix: bool = False
@@ -84,7 +84,12 @@ class ModelFamily:
         return None if self.vision_tower is None else attrgetter(self.vision_tower)(model)
 
     def find_vision_layers(self, model: Any) -> Sequence[nn.Module]:
-        return [] if self.vision_tower is None else attrgetter(self.vision_layers)(self.find_vision_tower(model))
+        tower = self.find_vision_tower(model)
+        if tower is None:
+            return []
+        if self.vision_layers is not None:
+            return attrgetter(self.vision_layers)(tower)
+        return max((each for each in tower.modules() if isinstance(each, nn.ModuleList)), key=len)
 
     def shard_units(self, model: Any) -> Iterator[nn.Module]:
         """The modules that FSDP gathers as one, in the order of a pass."""

@@ -73,6 +73,7 @@ class QwenVLFamily(ModelFamily):
     encoder = QwenVLEncoder
     image_encoder = QwenImageEncoder
     vision_tower = "model.visual"
+    vision_layers = "blocks"
     position_axes = 3
     shares_prefix = splits_sequences = True
 

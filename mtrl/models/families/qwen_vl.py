@@ -119,6 +119,9 @@ class QwenVLEncoder(VisionEncoder):
             inputs["second_per_grid_ts"] = torch.tensor([self._clips.seconds_per_patch(clip) for clip in clips])
         return inputs
 
+    def engine_image_arguments(self) -> dict[str, Any]:
+        return self.image_settings.processor_arguments()
+
     # ------------------------------------------------------------------------------------------------------ helpers
     def _for_template(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         return [dict(message) for message in messages]  # these templates read parts themselves

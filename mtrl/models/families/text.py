@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -100,6 +101,20 @@ class TextEncoder:
     def find_written_tokens(self, text: str) -> list[str]:
         """The special tokens that a text spells out; the model reads them as text."""
         return self._written.find(text)
+
+    def largest_image(self, tokens: int) -> tuple[int, int]:
+        """(height, width) of an image at its target size with so many tokens, or the most that an image can have."""
+        assert self.image_settings is not None, "a text model takes no images"
+        rows = math.isqrt(tokens)
+        return rows * self.image_settings.factor, tokens // rows * self.image_settings.factor
+
+    def visible_part(self, medium: np.ndarray) -> np.ndarray:
+        """The part of a medium at its target size that the model sees: a grid of its tokens."""
+        return medium
+
+    def engine_image_arguments(self) -> dict[str, Any]:
+        """Arguments for transformers' image processor in an engine, so that it computes the trainer's pixels."""
+        return {}
 
     # ------------------------------------------------------------------------------------------------- back to text
     def decode(self, ids: Sequence[int] | Tensor) -> str:

@@ -21,10 +21,7 @@ MAX_ASPECT = 200  # as in Hugging Face's image processor
 
 def target_size(height: int, width: int, settings: ImageSettings) -> tuple[int, int]:
     """The nearest multiples of `factor`, scaled into the pixel limits with the same aspect ratio."""
-    if min(height, width) < 1:
-        raise ValueError(f"an image of {height} x {width} pixels has no area")
-    if max(height, width) > MAX_ASPECT * min(height, width):
-        raise ValueError(f"an image of {height} x {width} pixels is longer than {MAX_ASPECT} times its width")
+    check_aspect(height, width)
     factor, area = settings.factor, height * width
     near = round(height / factor) * factor, round(width / factor) * factor
     if near[0] * near[1] > settings.max_pixels:
@@ -35,6 +32,21 @@ def target_size(height: int, width: int, settings: ImageSettings) -> tuple[int, 
         grow = math.sqrt(settings.min_pixels / area)
         return math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
     return near
+
+
+def check_aspect(height: int, width: int) -> None:
+    """Raise a ValueError for an image without area, or one that is too long."""
+    if min(height, width) < 1:
+        raise ValueError(f"an image of {height} x {width} pixels has no area")
+    if max(height, width) > MAX_ASPECT * min(height, width):
+        raise ValueError(f"an image of {height} x {width} pixels is longer than {MAX_ASPECT} times its width")
+
+
+def normalize(values: Tensor, settings: ImageSettings) -> Tensor:
+    """Bytes [.., 3, H, W] as float32 pixel values, on their device."""
+    normal = settings.image_mean, settings.image_std
+    mean, std = (to_device(torch.tensor(value), values.device).view(3, 1, 1) for value in normal)
+    return values.float().mul_(settings.rescale_factor).sub_(mean).div_(std)
 
 
 def patchify(medium: np.ndarray, settings: ImageSettings, device: torch.device | None = None) -> Tensor:
@@ -52,10 +64,7 @@ def patchify(medium: np.ndarray, settings: ImageSettings, device: torch.device |
     if missing := -len(frames) % deep:
         frames = torch.cat([frames, frames[-1:].expand(missing, -1, -1, -1)])
     blocks = frames.view(-1, deep, height // (p * m), m, p, width // (p * m), m, p, 3)
-    patches = blocks.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, 3, deep, p * p).float()
-    normal = settings.image_mean, settings.image_std
-    mean, std = (to_device(torch.tensor(value), device).view(3, 1, 1) for value in normal)
-    patches = patches.mul_(settings.rescale_factor).sub_(mean).div_(std)
+    patches = normalize(blocks.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, 3, deep, p * p), settings)
     return patches.expand(-1, -1, settings.temporal_patch_size, -1).reshape(len(patches), -1)
 
 

@@ -14,7 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mtrl.models.checkpoint_files import read_checkpoint_json
+from mtrl.models.device_copy import to_device
 from mtrl.models.families.text import TextEncoder, check_marks, content_parts
+from mtrl.models.families.vision import normalize
 from mtrl.models.families.written_tokens import iter_strings
 from mtrl.protocols import ImageSettings
 from mtrl.types import VISION_POOL, Medium, Prompt, Task
@@ -24,8 +26,8 @@ class VisionEncoder(TextEncoder):
     """A PromptEncoder for a model that takes images. The chat template writes one placeholder token (pad) for each
     image; `encode` replaces it by as many as the image has tokens.
 
-    A family overrides `read_image_settings`, `target_size` and `pixels`; `count_tokens` if tokens are no grid of
-    squares of `factor` pixels, and `visible_part` if the model sees only a part of an image at its target size.
+    A family overrides `read_image_settings` and `target_size`, and `visible_size` if the model sees only the centre of
+    an image at its target size. Tokens are squares of `image_settings.factor` pixels; pixel values are normalised.
 
     `forbidden_ids`: the tokens of `marks` in config.json and the `media_tokens`. A response with one of them would ask
     a later pass for an image that does not exist.
@@ -92,13 +94,20 @@ class VisionEncoder(TextEncoder):
         """The image settings from the checkpoint's preprocessor_config.json; the limits are the user's."""
         raise NotImplementedError
 
-    def pixels(self, array: np.ndarray, device: torch.device | None) -> Tensor:
-        """The entry of `pixel_values` for an image at its target size."""
-        raise NotImplementedError
+    def visible_size(self, height: int, width: int) -> tuple[int, int]:
+        """(height, width) of what the model sees of an image at its target size."""
+        return height, width
 
     def count_tokens(self, medium: Medium, height: int, width: int) -> int:
         """The tokens of a medium at its target size."""
-        return height // self.image_settings.factor * (width // self.image_settings.factor)
+        rows, columns = (side // self.image_settings.factor for side in self.visible_size(height, width))
+        return rows * columns
+
+    def pixels(self, array: np.ndarray, device: torch.device | None) -> Tensor:
+        """The entry of `pixel_values` for an image at its target size."""
+        return normalize(
+            to_device(torch.tensor(self.visible_part(array)), device).permute(2, 0, 1), self.image_settings
+        )
 
     # --------------------------------------------------------------------------------------------------- PromptEncoder
     def length(self, task: Task, sizes: Sequence[tuple[int, int]]) -> int:
@@ -135,6 +144,11 @@ class VisionEncoder(TextEncoder):
         if media := self._check_view(prompt, media):
             inputs["pixel_values"] = torch.stack([self.pixels(array, device) for array in media])
         return inputs
+
+    def visible_part(self, medium: np.ndarray) -> np.ndarray:
+        height, width = self.visible_size(*medium.shape[-3:-1])
+        top, left = (medium.shape[-3] - height) // 2, (medium.shape[-2] - width) // 2
+        return medium[..., top : top + height, left : left + width, :]
 
     # --------------------------------------------------------------------------------------------------------- helpers
     def _tokens(self, task: Task, media_count: int) -> tuple[str, Encoding]:
