@@ -15,6 +15,8 @@ import yaml
 from helpers import close, fake_rollouts, make_mask
 from PIL import Image
 from run_helpers import read_metrics, tiny_arguments, train_arguments
+from safetensors.torch import load_file
+from tiny_llava import make_tiny_llava
 from tiny_models import SHARPER, plain_inputs, prompt, random_rollouts
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -56,7 +58,8 @@ def workplace(tmp_path, monkeypatch, few_rows):
     yield tmp_path
     for name in {Path(path).stem for path in QUOTES} & (set(sys.modules) - before):
         del sys.modules[name]
-    FAMILIES.pop("qwen3_vl_moe", None)
+    for name in ("qwen3_vl_moe", "llava"):
+        FAMILIES.pop(name, None)
 
 
 @pytest.fixture
@@ -282,10 +285,14 @@ def test_the_seams_agree_with_transformers_on_it(experts):
         close(found[row, : len(response)], expected, atol=1e-5)
 
 
-def test_the_family_trains(experts, workplace):
-    Image.fromarray(np.full((64, 64, 3), (200, 30, 30), np.uint8)).save("red.png")
+def write_red_rows():
+    Image.fromarray(np.full((64, 80, 3), (200, 30, 30), np.uint8)).save("red.png")
     row = {"prompt": "<image>which colour?", "images": ["red.png"], "answer": "red"}
     Path("train.jsonl").write_text(2 * (json.dumps(row) + "\n"))
+
+
+def test_the_family_trains(experts, workplace):
+    write_red_rows()
     config = {
         "dataset": {"rollout_batch_size": 2, "max_response_length": 8, "min_pixels": 4096, "max_pixels": 4096},
         "training": {"max_steps": 2, "logger": []},
@@ -307,3 +314,28 @@ def test_the_family_trains(experts, workplace):
 def known(checkpoint):
     register_family(str(checkpoint), import_module("qwen3_vl_moe").NumberedEncoder)
     return load_encoder(checkpoint)
+
+
+# -------------------------------------------------------------------------------------------- a family in one file
+def test_llava_trains_with_a_frozen_tower_through_the_key(workplace):
+    """The YAML of the example's docstring, with a tiny checkpoint. The projector learns, the tower stays."""
+    before = load_file(make_tiny_llava(workplace / "llava", layers=2, hidden=32) / "model.safetensors")
+    write_red_rows()
+    (text,) = re.findall(r"\n(worker:\n.*?)\"\"\"", (ROOT / "examples/families/llava.py").read_text(), re.DOTALL)
+    Path("run.yaml").write_text(text.replace("llava-hf/llava-1.5-7b-hf", "llava"))
+    words = (
+        "dataset.train_files=train.jsonl dataset.rollout_batch_size=2 dataset.max_response_length=8 training.logger=[] "
+        "training.max_steps=2 worker.actor.global_batch_size=2 worker.actor.fsdp.mixed_precision_dtype=fp32 "
+        "worker.rollout.n=2 worker.reward.functions=[examples/rewards/ten_lines.py,mean_length.py] "
+        "worker.reward.num_cpus=1 optimization.enable_perception_filtering=true training.record_attention_maps=true "
+        "worker.actor.model.freeze_vision_tower=true worker.actor.optim.lr=1e-3 worker.actor.optim.warmup_steps=0"
+    )
+    Path("mean_length.py").write_text("def mean_length(data):\n    return sum(data['response_token_ids']) % 7 / 7\n")
+    assert main(["train", "run.yaml", *words.split()]) == 0
+    trained = Path("outputs/mtrl/run/checkpoints/step_2")
+    after = load_file(trained / "model.safetensors")
+    changed = {name.split(".layers.")[0] for name in before if not torch.equal(before[name], after[name])}
+    print(changed, sorted(before)[:5])
+    assert not any("vision_tower" in name for name in changed)
+    assert any("multi_modal_projector" in name for name in changed), "it is no part of the tower"
+    assert type(load_encoder(trained)).__name__ == "LlavaEncoder"
