@@ -38,6 +38,7 @@ from mtrl.config import Config, find_warnings, take_file
 from mtrl.config.unsupported import find_unsupported
 from mtrl.data.sources import HUB_ID
 from mtrl.memory.estimate import MemoryEstimate, estimate, find_savings, shrink_to_fit
+from mtrl.memory.fake_model import NotEstimated
 from mtrl.memory.plan import Plan
 from mtrl.memory.preflight import ADAM_STATES
 from mtrl.models.checkpoint_files import check_weight_files
@@ -93,6 +94,8 @@ def run(arguments: Sequence[str]) -> int:
         estimated = estimate(model, plan)
         if device.is_gpu and is_sized_by_memory(config):
             plan, estimated = shrink_to_fit(model, plan, estimated, device.total)
+    except NotEstimated as error:
+        _note(str(error))
     except ValueError as error:  # it names the model
         is_model_known = False
         message = f"{str(error).splitlines()[0]}; the memory is not estimated"

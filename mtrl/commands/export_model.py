@@ -20,8 +20,9 @@ from mtrl.config.tree import known_leaves
 from mtrl.config.yaml_io import write_yaml
 from mtrl.data.hub import connection_error, is_model_id
 from mtrl.models.checkpoint_files import base_path, is_adapter
+from mtrl.models.families import is_vision_model
 from mtrl.models.load_model import load_model
-from mtrl.models.save_pretrained import is_vision_model, read_dtype, read_encoder_files, size_on_disk, write_model
+from mtrl.models.save_pretrained import read_dtype, read_encoder_files, size_on_disk, write_model
 from mtrl.report.model_card import CURVE, SAMPLES, CardRun, ExportedModel, model_card
 from mtrl.report.run_curves import draw_runs
 from mtrl.tracking.jsonl import iter_rows
@@ -97,7 +98,7 @@ def export(source: ExportSource, target: Path, dtype: str, name: str, say: Say) 
             (folder / file).write_bytes(content)
         record = None if source.run is None else run_record(source, folder)
         base, base_id = base_model(source)
-        card = ExportedModel(name, base, base_id, is_vision_model(model), dtype, package_version(), record)
+        card = ExportedModel(name, base, base_id, is_vision_model(model.config), dtype, package_version(), record)
         (folder / CARD).write_text(model_card(card), encoding="utf-8")
 
     write_folder(target, write, finish=partial(sync_folder, new_file=CARD))

@@ -24,12 +24,14 @@ from mtrl.models.adapters import add_adapters, has_adapters, quantize_base, rese
 from mtrl.models.backbone import Backbone
 from mtrl.models.checkpoint_files import base_path, is_adapter
 from mtrl.models.compile_cache import set_compile_cache
-from mtrl.models.families import TextEncoder, encoder_files, load_encoder, register_family
+from mtrl.models.families import TextEncoder, UndescribedFamily, encoder_files, load_encoder, register_family
+from mtrl.models.families.undescribed import HOW_TO_ADD, ProcessorEncoder
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import DTYPES, load_model
 from mtrl.models.model_object import prepare_model_object, write_model_object
 from mtrl.models.parallel.fsdp import compute_device, full_tensor, is_sharded
 from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
+from mtrl.models.plain_check import start_plain_check
 from mtrl.models.state_dicts import checkpoint_weights, load_weights, save_model
 from mtrl.protocols import Generator, VideoSettings
 from mtrl.rollout.decode.engine import explain_unsupported_model, make_fastest_generator
@@ -122,8 +124,23 @@ def build_encoder(config: Config) -> TextEncoder:
         trust_remote_code=settings.trust_remote_code,
         allow_special_tokens=data.allow_special_tokens,
     )
+    if isinstance(encoder, ProcessorEncoder):
+        check_undescribed(config)
     warn_about_special_tokens(config, encoder)
     return encoder
+
+
+def check_undescribed(config: Config) -> None:
+    """Refuse what a model of a family that nobody described does not have."""
+    training = config.training
+    wrong = {
+        "training.n_gpus_per_node": training.nnodes * training.n_gpus_per_node > 1,
+        "worker.rollout.name": config.engine_name == "vllm",
+        "training.record_attention_maps": training.record_attention_maps,
+    }
+    reason = "not available for a family that is not described"
+    if errors := [f"{key}: {reason}; {HOW_TO_ADD}" for key, is_set in wrong.items() if is_set]:
+        raise ConfigError(errors)
 
 
 def register_own_family(config: Config) -> None:
@@ -153,7 +170,12 @@ def build_policy(config: Config, encoder: TextEncoder | None = None, base: Any =
     """`base`: the model of the configuration in `base_dtype`, if it is loaded already."""
     encoder = encoder or build_encoder(config)
     check_undamaged(Path(model_path(config)))
-    return encoder, make_forward(config, encoder, load_policy(config, base))
+    model = load_policy(config, base)
+    check = start_plain_check(model, encoder)
+    policy = make_forward(config, encoder, model)
+    if check is not None:
+        say_at_once(check.finish(policy))
+    return encoder, policy
 
 
 def adopt_model(config: Config, given: GivenModel, started: bool) -> LoadedModel:
@@ -289,7 +311,7 @@ def uses_own_attention(config: Config) -> bool:
 
 
 def can_share_prefixes(backbone: Backbone) -> bool:
-    if not backbone.can_share_prefix:
+    if not backbone.can_share_prefix and not isinstance(backbone.family, UndescribedFamily):  # said by its check
         logger.warning(
             "worker.actor.share_prefix: not known to be exact for the family %r with %s attention; each response "
             "computes its prompt", backbone.model.config.model_type, backbone.attention_name,

@@ -21,7 +21,7 @@ from mtrl.memory.plan import Plan
 from mtrl.models.activation_checkpointing import enable_activation_checkpointing
 from mtrl.models.adapters import ADAPTER, AdapterSettings, adapter_layers, inject_adapters
 from mtrl.models.backbone import Backbone, check_supported
-from mtrl.models.families import TextEncoder, describe_error, find_family
+from mtrl.models.families import QwenVLFamily, TextEncoder, describe_error, find_family
 from mtrl.models.families.model_family import Features
 from mtrl.models.families.vision import rotary_positions
 from mtrl.models.load_model import DTYPES, find_model_class
@@ -29,6 +29,10 @@ from mtrl.models.masked_attention import DocumentMask
 from mtrl.models.patches import use_padded_mlps
 from mtrl.protocols import ImageSettings
 from mtrl.types import TEXT_POOL, VISION_POOL, Prompt, Task
+
+
+class NotEstimated(ValueError):
+    """The memory of a model of this family is not known in advance."""
 
 
 class FakeModel:
@@ -48,6 +52,8 @@ class FakeModel:
         family = find_family(config)
         self.tower: Any = family.find_vision_tower(self.model)
         if self.tower is not None:
+            if not isinstance(family, QwenVLFamily):
+                raise NotEstimated(f"the memory of models of the family {config.model_type!r} is not estimated")
             self.tower.requires_grad_(plan.train_vision)
         if plan.adapters is not None:
             self._add_adapters(plan.adapters)

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from mtrl.models.adapters import merge_saved_adapters
 from mtrl.models.checkpoint_files import base_path, check_weight_files, is_adapter
-from mtrl.models.families import VISION_FAMILIES, describe_error, load_model_config
+from mtrl.models.families import describe_error, is_vision_model, load_model_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES_IN_MESSAGE = 3
@@ -80,7 +80,7 @@ def _make_options(
 
 
 def find_model_class(config: PreTrainedConfig) -> Any:
-    return AutoModelForImageTextToText if config.model_type in VISION_FAMILIES else AutoModelForCausalLM
+    return AutoModelForImageTextToText if is_vision_model(config) else AutoModelForCausalLM
 
 
 def from_pretrained(kind: Any, path: str, **options: Any) -> tuple[Any, Mapping[str, Collection[Any]]]:

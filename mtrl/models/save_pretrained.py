@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from mtrl.models.checkpoint_files import base_path, convert_disk_errors
-from mtrl.models.families import VISION_FAMILIES, encoder_files, load_encoder, load_model_config
+from mtrl.models.families import encoder_files, load_encoder, load_model_config
 from mtrl.models.load_model import DTYPES
 from mtrl.models.state_dicts import exported_weights, save_model
 
@@ -33,10 +33,6 @@ def read_encoder_files(path: Path, chat_template: str | None, trust_remote_code:
         return encoder_files(encoder, base)
     encoder.tokenizer.chat_template = encoder.chat_template
     return {name: text for name, text in encoder_files(encoder, base).items() if name != "chat_template.json"}
-
-
-def is_vision_model(model: PreTrainedModel) -> bool:
-    return model.config.model_type in VISION_FAMILIES
 
 
 def size_on_disk(model: PreTrainedModel) -> int:

@@ -32,6 +32,8 @@ from mtrl.models.families.qwen_tower import Qwen35Family
 from mtrl.models.families.qwen_tower import QwenVLFamily as QwenVLFamily
 from mtrl.models.families.qwen_vl import QwenVLEncoder as QwenVLEncoder
 from mtrl.models.families.text import TextEncoder as TextEncoder
+from mtrl.models.families.undescribed import HOW_TO_ADD
+from mtrl.models.families.undescribed import UndescribedFamily as UndescribedFamily
 from mtrl.models.families.vision_encoder import VisionEncoder as VisionEncoder
 from mtrl.protocols import VideoSettings
 from mtrl.utils.files import check_regular_files
@@ -72,12 +74,13 @@ def load_encoder(
     model_path, tokenizer_path = str(model_path), str(tokenizer_path or model_path)
     config = load_model_config(model_path, trust_remote_code)
     check_known_family(config, model_path)
-    vision = FAMILIES.get(config.model_type)
+    family = find_family(config)
     check_files(model_path, SETTINGS_FILES)
     check_no_pipes(tokenizer_path)
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
     template = _read_template(chat_template)
-    if vision and template is None:  # older checkpoints; transformers' processors prefer this file to the tokenizer
+    has_images = is_vision_model(config)
+    if has_images and template is None:  # older checkpoints; transformers' processors prefer this file to the tokenizer
         template = read_checkpoint_json(tokenizer_path, "chat_template.json").get("chat_template")
     options: dict[str, Any] = {
         "chat_template": template,
@@ -86,17 +89,24 @@ def load_encoder(
         "pool_system": pool_system,
         "allow_special_tokens": allow_special_tokens,
     }
-    if vision is None:
+    if not has_images:
         return TextEncoder(tokenizer, **options)
     limits = {"min_pixels": min_pixels, "max_pixels": max_pixels, "trust_remote_code": trust_remote_code}
-    encoder: Any = vision.encoder.from_checkpoint(model_path, tokenizer, config, **limits, **options)
+    encoder: Any = family.encoder.from_checkpoint(model_path, tokenizer, config, **limits, **options)
     encoder.video_settings = video or encoder.video_settings
     return encoder
 
 
 def find_family(config: PreTrainedConfig) -> ModelFamily:
-    """The family of a model with this configuration; a text model need not be listed."""
-    return FAMILIES.get(config.model_type) or TextFamily(config.model_type)
+    """The family of a model with this configuration. A text model need not be described."""
+    if config.model_type in FAMILIES:
+        return FAMILIES[config.model_type]
+    return UndescribedFamily() if is_vision_model(config) else TextFamily(config.model_type)
+
+
+def is_vision_model(config: PreTrainedConfig) -> bool:
+    """Whether it is a vision-language model, described or not."""
+    return config.model_type in FAMILIES or config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 
 def register_family(model_path: str, given: Any, trust_remote_code: bool = False) -> None:
@@ -155,12 +165,16 @@ def check_no_pipes(path: str) -> None:
 
 
 def check_known_family(config: PreTrainedConfig, path: str) -> None:
-    if config.model_type not in FAMILIES and not _is_text_model(config):
+    """Raise a ValueError for models that are neither vision-language nor text-only causal language models."""
+    if not is_vision_model(config) and not _is_text_model(config):
         raise ValueError(_unknown_family(path, config.model_type))
 
 
 def _unknown_family(path: str, family: str) -> str:
-    return f"{path} is of the family {family!r}; MTRL knows {', '.join(FAMILIES)} and text-only causal language models"
+    return (
+        f"{path} is of the family {family!r}; MTRL knows {', '.join(FAMILIES)}, other vision-language models of "
+        f"transformers as far as they pass a check, and text-only causal language models; {HOW_TO_ADD}"
+    )
 
 
 def _is_text_model(config: PreTrainedConfig) -> bool:

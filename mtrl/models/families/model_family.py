@@ -83,6 +83,10 @@ class ModelFamily:
         """None for a text model."""
         return None if self.vision_tower is None else attrgetter(self.vision_tower)(model)
 
+    def find_projector(self, model: Any) -> Any:
+        """None if it is a part of the tower, or not known."""
+        return None if self.projector is None else attrgetter(self.projector)(model)
+
     def find_vision_layers(self, model: Any) -> Sequence[nn.Module]:
         tower = self.find_vision_tower(model)
         if tower is None:
@@ -101,7 +105,8 @@ class ModelFamily:
         those that adapters may be added to."""
         names = {module: name for name, module in model.named_modules()}
         language = (f"{names[self.find_language_model(model)]}.layers.",)
-        vision = tuple(f"{name}." for name in (self.vision_tower, self.projector) if name is not None)
+        towers = (self.find_vision_tower(model), self.find_projector(model))
+        vision = tuple(f"{names[module]}." for module in towers if module is not None)
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         in_language, in_vision = ([name for name in linear if name.startswith(part)] for part in (language, vision))
         return in_language, in_vision
