@@ -143,7 +143,7 @@ def test_conversions_are_reported(tmp_path, caplog):
         (lambda model: torch.nn.Sequential(model), {}, "pass the transformers model inside it"),
         (lambda model: setattr(model, "is_quantized", True), {}, "its weights are quantized"),
         (lambda model: model.model.visual.to("meta"), {}, "its weights are on cpu, meta"),
-        (lambda model: setattr(model.config, "model_type", "llava"), {}, "is of the family 'llava'"),
+        (lambda model: setattr(model.config, "model_type", "t5"), {}, "is of the family 't5'"),
         (lambda model: None, {"n_gpus_per_node": 2}, "an object is trained in this process"),
         (lambda model: None, {"peft_type": "lora"}, "adapters .peft_type. need the name of their base"),
     ],

@@ -402,7 +402,7 @@ def test_the_processors_template_file_comes_first(checkpoints, tmp_path):
 
 def test_unknown_families_are_named(checkpoints, tmp_path):
     shutil.copytree(checkpoints["qwen2_5_vl"], tmp_path, dirs_exist_ok=True)
-    for model_type in ("llava", "qwen2_audio", "vit"):
+    for model_type in ("t5", "qwen2_audio", "vit"):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
         with pytest.raises(ValueError, match=f"'{model_type}'.*qwen2_vl, qwen2_5_vl, qwen3_vl.*text-only"):
             load_encoder(tmp_path)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoImageProcessor, AutoProcessor, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mtrl.models.families.model_family import Features, ImageEncoder, ModelFamily
 from mtrl.models.families.vision import check_aspect
@@ -62,6 +62,8 @@ class ProcessorEncoder(VisionEncoder):
         trust_remote_code: bool = False,
         **options: Any,
     ) -> ProcessorEncoder:
+        from transformers import AutoImageProcessor, AutoProcessor  # they import much, which other families do not need
+
         name = f"{path} is of the family {config.model_type!r}, which is not described"
         try:
             processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -96,30 +98,25 @@ class ProcessorEncoder(VisionEncoder):
         """position_ids [L], and for images what the Processor returns."""
         inputs = {"position_ids": torch.arange(len(prompt.ids))}
         if media := self._check_view(prompt, media):
-            given = self._process(len(media) * self._marks["image"], media)
+            given = self._process(len(media) * self._marks["image"], media, whole=False)
             inputs |= {name: value for name, value in given.items() if name not in PER_TOKEN}
         return inputs
 
     def plain_inputs(self, prompt: Prompt) -> dict[str, Tensor]:
         """Everything that the Processor returns for the whole prompt, its own tokens among it."""
-        return self._process(self.render(prompt.task.messages), prompt.media)
+        return self._process(self.render(prompt.task.messages), prompt.media, whole=True)
 
     # --------------------------------------------------------------------------------------------------------- helpers
-    def _process(self, text: str, media: Sequence[np.ndarray]) -> dict[str, Tensor]:
+    def _process(self, text: str, media: Sequence[np.ndarray], whole: bool) -> dict[str, Tensor]:
+        """What the Processor returns. A `whole` prompt without a template gets what the tokenizer adds (a BOS)."""
         images = {"images": [Image.fromarray(array) for array in media]} if media else {}
-        add = {"add_special_tokens": self.chat_template is None}
-        return dict(self.processor(text=text, **images, **add, return_tensors="pt"))
+        add = whole and self.chat_template is None
+        return dict(self.processor(text=text, **images, add_special_tokens=add, return_tensors="pt"))
 
     def _find_expansion(self, height: int, width: int) -> list[int]:
         """The tokens of an image of this size."""
         if (height, width) not in self._expansions:
-            blank = np.zeros((height, width, 3), np.uint8)
-            given = self.processor(
-                text=self._marks["image"],
-                images=[Image.fromarray(blank)],
-                add_special_tokens=False,
-                return_tensors="pt",
-            )
+            given = self._process(self._marks["image"], [np.zeros((height, width, 3), np.uint8)], whole=False)
             self._expansions[height, width] = given["input_ids"][0].tolist()
         return self._expansions[height, width]
 
