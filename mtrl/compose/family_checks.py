@@ -18,7 +18,7 @@ from mtrl.models.forward import Forward
 from mtrl.models.load_model import load_model
 from mtrl.rollout.local import LocalGenerator
 from mtrl.rollout.responses import make_rollouts
-from mtrl.types import Medium, Prompt, Rollouts, Task
+from mtrl.types import FinishReason, Medium, Prompt, Rollouts, Task
 
 logger = logging.getLogger(__name__)
 QUESTIONS = (
@@ -85,13 +85,14 @@ def make_check_rollouts(encoder: TextEncoder) -> Rollouts:
     prompts = [make_prompt(encoder, number) for number in range(len(QUESTIONS))]
     answer = encoder.tokenizer.encode(ANSWER, add_special_tokens=False)
     starts = range(0, len(LENGTHS) * 5, 5)  # so that responses differ
+    finish: list[FinishReason] = ["stop" for _ in GROUP]
     return make_rollouts(
         prompts,
         GROUP,
         [answer[start : start + length] for start, length in zip(starts, LENGTHS, strict=True)],
         None,
         text=("",) * len(GROUP),
-        finish=("stop",) * len(GROUP),
+        finish=finish,
         version=0,
         pad_id=encoder.pad_id,
     )

@@ -166,6 +166,10 @@ class Backbone:
         """An empty cache of keys and values for `forward_text`."""
         return Cache(config=self.language_model.config)
 
+    def select_rows(self, cache: Cache, rows: Tensor) -> None:
+        """Keep these rows of a cache, which may repeat. (`batch_select_indices` does not know recurrent layers.)"""
+        cache.reorder_cache(rows)  # type: ignore[arg-type]
+
     def _precision(self) -> torch.autocast:
         narrower = self.compute_dtype != self.model.dtype or self.wide_adapters
         return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=narrower)

@@ -19,7 +19,7 @@ from mtrl.models.families.undescribed import HOW_TO_ADD, PER_TOKEN, ProcessorEnc
 from mtrl.models.forward import Forward
 from mtrl.models.masked_attention import ATTENTION
 from mtrl.models.parity import ROUNDING
-from mtrl.types import Medium, Prompt, Rollouts, Task
+from mtrl.types import FinishReason, Medium, Prompt, Rollouts, Task
 
 SIZES = [[(120, 200)], [(90, 64), (64, 150)], []]  # of the pictures of each prompt
 ROWS, LENGTH = [0, 0, 1, 2], 12
@@ -91,10 +91,11 @@ def make_random_rollouts(encoder: ProcessorEncoder) -> Rollouts:
     prompts = [make_prompt(encoder, number, sizes) for number, sizes in enumerate(SIZES)]
     allowed = sorted(set(range(len(encoder.tokenizer))) - {*encoder.forbidden_ids, *encoder.tokenizer.all_special_ids})
     chosen = torch.randint(len(allowed), (len(ROWS), LENGTH), generator=torch.Generator().manual_seed(0))
-    rows, tokens, stop = len(ROWS), torch.tensor(allowed)[chosen], ("stop",)
+    rows, tokens = len(ROWS), torch.tensor(allowed)[chosen]
+    finish: tuple[FinishReason, ...] = tuple("stop" for _ in ROWS)
     return Rollouts(
         tuple(prompts), torch.tensor(ROWS), tokens, torch.ones_like(tokens, dtype=torch.bool),
-        torch.zeros(tokens.shape), rows * ("",), rows * stop, torch.zeros(rows, dtype=torch.long),
+        torch.zeros(tokens.shape), rows * ("",), finish, torch.zeros(rows, dtype=torch.long),
     )  # fmt: skip
 
 

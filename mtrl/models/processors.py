@@ -31,7 +31,7 @@ def load_processor(path: str, config: PreTrainedConfig, trust_remote_code: bool 
 
 
 def _without_videos(kind: Any) -> Any:
-    class WithoutVideos(kind):  # type: ignore[misc]
+    class WithoutVideos(kind):
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             if argument_name != "video_processor" or argument is not None:
                 return super().check_argument_for_proper_class(argument_name, argument)

@@ -113,7 +113,7 @@ def explain_layers(language_model: Any) -> list[str]:
         reasons.append("sliding attention")
     if others := set(kinds or ()) - {FULL, RECURRENT, "sliding_attention"}:
         reasons.append(f"layers of the kind {', '.join(sorted(others))}")
-    modules = [getattr(layer, "linear_attn", None) for layer in language_model.layers]
+    modules: list[Any] = [getattr(layer, "linear_attn", None) for layer in language_model.layers]
     states = [module for module, kind in zip(modules, kinds or (), strict=False) if kind == RECURRENT]
     if not all(all(hasattr(module, part) for part in PARTS) for module in states):
         reasons.append("its recurrent layers")
@@ -164,7 +164,8 @@ def forward_forked(module: Any, hidden: Tensor, forks: StateForks) -> Tensor:
     decay = -module.A_log.float().exp() * F.softplus(module.in_proj_a(hidden).float() + module.dt_bias).flatten(0, 1)
     weight = module.conv1d.weight
     tail = F.pad(mixed, (0, 0, 0, 1))[forks.tail]  # [prompts, taps, channels]; position -1 is the added zero
-    outputs, state = [], None
+    state: Any = None
+    outputs = []
     for spans, before in ((forks.prompts, torch.zeros_like(tail)), (forks.responses, tail[forks.parent])):
         inputs = torch.cat([before, spans.take(mixed)], dim=1).transpose(1, 2).to(weight.dtype)
         convolved = F.conv1d(inputs, weight, module.conv1d.bias, groups=weight.shape[0])

@@ -183,7 +183,7 @@ class Decoding:
                 break
             if alive < COMPACT_BELOW * len(row):
                 stay = decoding.nonzero().flatten()
-                cache.reorder_cache(stay)
+                self.engine.backbone.select_rows(cache, stay)
                 row, chosen, position, keys = row[stay], chosen[stay], position[stay], keys[stay]
                 decoding = decoding[stay]
             keys = torch.cat([keys, keys.new_ones(len(row), 1)], dim=1)
@@ -217,7 +217,7 @@ class Decoding:
             state_mask=None if keys.all() else keys.to(backbone.device),
         )
         group = torch.arange(len(self.prompts), device=backbone.device).repeat_interleave(self.sampling.n)
-        cache.reorder_cache(group)
+        backbone.select_rows(cache, group)
         following = torch.stack([p.max() + 1 for p in positions]).to(backbone.device)
         return hidden[group, -1], following[group], keys.to(backbone.device)[group], cache
 

@@ -92,7 +92,8 @@ def load_encoder(
     if not has_images:
         return TextEncoder(tokenizer, **options)
     limits = {"min_pixels": min_pixels, "max_pixels": max_pixels, "trust_remote_code": trust_remote_code}
-    encoder: Any = family.encoder.from_checkpoint(model_path, tokenizer, config, **limits, **options)
+    kind: Any = family.encoder
+    encoder = kind.from_checkpoint(model_path, tokenizer, config, **limits, **options)
     encoder.video_settings = video or encoder.video_settings
     return encoder
 

@@ -93,7 +93,8 @@ class ModelFamily:
             return []
         if self.vision_layers is not None:
             return attrgetter(self.vision_layers)(tower)
-        return max((each for each in tower.modules() if isinstance(each, nn.ModuleList)), key=len)
+        lists: list[Any] = [each for each in tower.modules() if isinstance(each, nn.ModuleList)]
+        return max(lists, key=len)
 
     def shard_units(self, model: Any) -> Iterator[nn.Module]:
         """The modules that FSDP gathers as one, in the order of a pass."""

@@ -52,7 +52,7 @@ class QwenVLEncoder(VisionEncoder):
             positions_per_second=getattr(config.vision_config, "tokens_per_second", None),
         )
         self._begin_id, self._end_id = config.vision_start_token_id, config.vision_end_token_id
-        begin, end = tokenizer.convert_ids_to_tokens([self._begin_id, self._end_id])
+        begin, end = (str(tokenizer.convert_ids_to_tokens(each)) for each in (self._begin_id, self._end_id))
         self._marks = {kind: begin + pad + end for kind, pad in self._marks.items()}
 
     @classmethod

@@ -44,7 +44,7 @@ class ProcessorEncoder(VisionEncoder):
         self.processor = processor
         self._feature_id = self._pad_ids["image"]
         mark = processor.image_token  # what a template writes for an image; some expansions have other tokens inside
-        pad = tokenizer.convert_tokens_to_ids(mark)
+        pad: Any = tokenizer.convert_tokens_to_ids(mark)
         self._pad_ids, self._marks = {"image": pad}, {"image": mark}
         other = [getattr(config, "video_token_id", None)]
         self.forbidden_ids = tuple(sorted({*self.forbidden_ids, pad, *(each for each in other if each is not None)}))
