@@ -20,6 +20,15 @@ settings.register_profile("mtrl", derandomize=True, deadline=None, max_examples=
 settings.load_profile("mtrl")
 
 
+SLOW_FAMILIES = ("qwen2_vl", "qwen3_5_moe")  # like qwen2_5_vl and qwen3_5 but for details; `make test-all` runs them
+
+
+def pytest_itemcollected(item):
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    if any(isinstance(value, str) and value in SLOW_FAMILIES for value in values):
+        item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish():
     """Watches the metrics of all runs, and freezes the objects imported so far: later garbage collections need not scan
     them."""

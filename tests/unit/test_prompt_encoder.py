@@ -458,14 +458,16 @@ def test_fingerprint_follows_every_setting_and_nothing_else(checkpoints, tmp_pat
         {"pool_special_tokens": True}, {"allow_special_tokens": True},
     ]  # fmt: skip
     prints = [load_encoder(checkpoints["qwen2_5_vl"], **option).fingerprint() for option in options]
-    prints += [load_encoder(path).fingerprint() for path in checkpoints.values()]  # 2 and 2.5 do not differ here
+    prints += [
+        load_encoder(path).fingerprint() for path in checkpoints.values()
+    ]  # 2 and 2.5 do not differ here, nor do 3 and 3.5
     shutil.copytree(checkpoints["qwen2_5_vl"], tmp_path, dirs_exist_ok=True)
     file = tmp_path / "tokenizer.json"
     changed = json.loads(file.read_text())
     changed["model"]["merges"].pop()
     file.write_text(json.dumps(changed))
     prints.append(load_encoder(tmp_path).fingerprint())
-    assert len(set(prints)) == len(prints) - 1
+    assert len(set(prints)) == len(prints) - 3
     assert len(before) == 16
 
 
