@@ -317,6 +317,7 @@ def known(checkpoint):
 
 
 # -------------------------------------------------------------------------------------------- a family in one file
+@pytest.mark.slow  # 6 s
 def test_llava_trains_with_a_frozen_tower_through_the_key(workplace):
     """The YAML of the example's docstring, with a tiny checkpoint. The projector learns, the tower stays."""
     before = load_file(make_tiny_llava(workplace / "llava", layers=2, hidden=32) / "model.safetensors")

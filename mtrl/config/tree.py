@@ -216,7 +216,7 @@ class ActorModelConfig:
     tokenizer_path: str | None = key(None, "hub id or directory of the tokenizer; null: model_path")
     trust_remote_code: bool = key(False, "run Python code that comes with the model")
     family: str | None = key(
-        None, "model family from your own file, as file.py:Name; null: by the model's config.json", path_kind="code"
+        None, "model family from your own file, as file.py:Name; null: that of the model", path_kind="code"
     )
     enable_gradient_checkpointing: bool | Literal["mlp", "attention"] = key(
         True, "recompute activations in the backward pass"

@@ -167,6 +167,8 @@ def forward_forked(module: Any, hidden: Tensor, forks: StateForks) -> Tensor:
     state: Any = None
     outputs = []
     for spans, before in ((forks.prompts, torch.zeros_like(tail)), (forks.responses, tail[forks.parent])):
+        if not spans.index.numel():  # all responses are empty
+            continue
         inputs = torch.cat([before, spans.take(mixed)], dim=1).transpose(1, 2).to(weight.dtype)
         convolved = F.conv1d(inputs, weight, module.conv1d.bias, groups=weight.shape[0])
         rates, decays = (spans.take(each) * spans.is_real[..., None] for each in (beta, decay))

@@ -55,7 +55,9 @@ def sharp(tiny):
     return make
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=() if each == "qwen3_5" else pytest.mark.slow) for each in TINY_FAMILIES]
+)
 @pytest.mark.parametrize("check", CHECKS)
 def test_every_family_passes(tiny, family, check):
     finding = run_check(check, tiny(family))

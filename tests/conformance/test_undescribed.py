@@ -118,6 +118,7 @@ def test_what_it_has_not_is_refused_by_its_keys(checkpoint):
 
 
 @pytest.mark.usefixtures("no_curves")
+@pytest.mark.slow  # 6 s
 @pytest.mark.parametrize(("name", "status"), [("llava_next", 0), ("gemma3_full", 2)])
 def test_training(checkpoint, name, status, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)

@@ -76,8 +76,9 @@ def test_decoding_by_hand():
     found = peak_decode_bytes(SIZE, wide, narrow, 32, 106, cut=False)
     assert found == {
         "narrow copies of the weights": 2 * 680, "keys and values": 3 * layer, "a layer of them as it grows": layer,
-        "logits": 32 * 10 * 24,
+        "recurrent states": 0, "logits": 32 * 10 * 24,
     }  # fmt: skip
+    assert peak_decode_bytes(replace(SIZE, state=7), wide, narrow, 32, 106, cut=False)["recurrent states"] == 32 * 7 * 4
     cut = peak_decode_bytes(SIZE, narrow, narrow, 512, 106, cut=True)
     assert cut["narrow copies of the weights"] == 0 and cut["logits"] == 512 * 10 * 32
 
