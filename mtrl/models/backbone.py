@@ -212,11 +212,9 @@ class Backbone:
     def _convert_masks(self, attention: Tensor | BlockMask | None, states: StateMask, dtype: torch.dtype) -> Any:
         """The masks as the language model takes them."""
         converted = None if attention is None else self._convert_mask(attention, dtype)
-        return (
-            {FULL: converted, RECURRENT: states}
-            if self.has_states and (attention, states) != (None, None)
-            else converted
-        )
+        if not self.has_states or (attention is None and states is None):
+            return converted
+        return {FULL: converted, RECURRENT: states}
 
     def _convert_mask(self, mask: Tensor | BlockMask, dtype: torch.dtype) -> Tensor | BlockMask:
         """The mask for the attention implementation: `eager` would add a bool mask to the scores."""
