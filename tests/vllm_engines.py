@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 import torch
-from tiny_models import checkpoint, get_encoder, plain_model
+from tiny_models import TINY_FAMILIES, checkpoint, get_encoder, plain_model
 
 from mtrl.models.families import TextEncoder
 from mtrl.models.state_dicts import exported_weights
@@ -36,6 +36,7 @@ from mtrl.types import Weights
 
 INSTALLED = find_spec("vllm") is not None
 MAX_LENGTH = 512
+SERVED_FAMILIES = tuple(each for each in TINY_FAMILIES if not each.startswith("qwen3_5"))  # not yet by our settings
 _in_process: dict[str, VllmInProcess] = {}
 _tensor_parallel: dict[str, TensorParallelEngine] = {}
 _servers: list[StartedServer] = []

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from tiny_models import (
-    TINY_FAMILIES,
     VISION_FAMILIES,
     checkpoint,
     get_encoder,
@@ -15,6 +14,7 @@ from tiny_models import (
 )
 from vllm_engines import (
     INSTALLED,
+    SERVED_FAMILIES,
     child_process,
     count_parameters,
     end_servers,
@@ -49,7 +49,7 @@ PLACES = {  # one weight of each part: a piece of its name
 @pytest.fixture(scope="module", autouse=True)
 def servers():
     """Starts the servers while the other modes are tested."""
-    for family in TINY_FAMILIES:
+    for family in SERVED_FAMILIES:
         start_server(str(checkpoint(family)))
     yield
     end_servers()
@@ -70,7 +70,7 @@ def mixed_prompts(family):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", [each for each in VISION_FAMILIES if each in SERVED_FAMILIES])
 @pytest.mark.parametrize("mode", ["inprocess", pytest.param("parts", marks=pytest.mark.slow)])
 def test_each_weight_arrives(family, place, mode):
     engine, model = engine_on(HOSTS[mode](family), family, may_change=True), plain_model_at(checkpoint(family), family)
@@ -103,7 +103,7 @@ def test_adapters_arrive_merged(mode):
         assert gap(family, rollouts, plain_model(family)) > 100 * TOLERANCE, "the base would respond differently"
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("family", SERVED_FAMILIES)
 @pytest.mark.parametrize("mode", MODES)
 def test_ten_updates(family, mode):
     """After each update the engine has the trainer's log-probs, also for images that it has cached before."""
