@@ -98,6 +98,7 @@ def same(left, right):
     return all(torch.equal(left[name], right[name]) for name in left)
 
 
+@pytest.mark.slow  # 3 s
 def test_dropout_is_drawn_by_seed_step_and_micro_batch(tmp_path, family="qwen3_vl"):
     dropped = {"batching": MicroBatching(rows=3), "lora_dropout": 0.3}
     batches = [full_batch(family), full_batch(family)]

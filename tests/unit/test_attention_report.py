@@ -162,6 +162,7 @@ def few_questions(monkeypatch):
         monkeypatch.setitem(SIZES, split, 16)
 
 
+@pytest.mark.slow  # 6 s
 def test_the_command(tmp_path, capsys, few_questions):
     words = ["attention", str(MODEL_DIRECTORY), "--samples", "1", "--out", str(tmp_path / "out"), "--data", "zoo@test"]
     assert cli.main(words) == 0

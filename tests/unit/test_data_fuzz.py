@@ -13,7 +13,7 @@ def quiet(caplog):
 
 
 @pytest.mark.filterwarnings("ignore")  # Pillow and other libraries warn about damage
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 2, 3))])
 def test_mutated_rows_and_images(seed, tmp_path):
     used, refused = mutated_rows(Fuzzer(seed), tmp_path, 275)
     assert used > 20 and refused > 100
@@ -31,12 +31,14 @@ def test_mutated_lines(tmp_path):
     assert used > 10 and refused > 100
 
 
+@pytest.mark.slow  # 3 s
 @pytest.mark.filterwarnings("ignore")
 def test_mutated_parquet_files(tmp_path):
     opened, _ = mutated_parquet(Fuzzer(200), tmp_path, 150)
     assert opened > 10
 
 
+@pytest.mark.slow  # 2 s
 @pytest.mark.filterwarnings("ignore")
 def test_mutated_arrow_files(tmp_path):
     opened, _ = mutated_arrow(Fuzzer(300), tmp_path, 150)

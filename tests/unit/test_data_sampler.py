@@ -356,6 +356,7 @@ def test_close_cancels_pending_work(make):
     assert len(encoded) < 30
 
 
+@pytest.mark.slow  # 5 s
 def test_the_interpreter_ends_without_waiting(tmp_path):
     path = image_rows(tmp_path, 40)
     script = f"""

@@ -95,6 +95,7 @@ def test_an_estimator_of_a_file_declares_what_it_needs(write):
     assert spec.greedy_baseline and "entropy" in spec.needs and "values" not in spec.needs
 
 
+@pytest.mark.slow  # 3 s
 def test_a_policy_loss_of_a_file_travels_to_another_process(write, tmp_path):
     file = write("mine.py", LOSS)
     config = load_config(overrides={"optimization.policy_loss": {"name": f"{file}:Reinforce", "scale": 2.0}})

@@ -144,6 +144,7 @@ def scorer():
     scorer.close()
 
 
+@pytest.mark.slow  # 5 s
 def test_a_hostile_answer_fails_alone_and_in_time(scorer):
     texts = [r"\boxed{0.5}", r"\boxed{9^{9^{9^{9^{9}}}}+1}", r"\boxed{1/3}", r"\boxed{1/2}"]
     rewards = scorer.submit(answered(texts, ["1/2", None], [0, 0, 1, 1]), step=0).result()

@@ -25,7 +25,8 @@ FAMILY = "qwen2_5_vl"
 ADAPTERS = AdapterSettings(lora_rank=4, lora_alpha=8)
 
 
-@pytest.mark.parametrize("compute", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.slow  # 3 s each
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_the_base_is_counted_once_and_adapters_alone_learn(compute):
     model = load_model(checkpoint(FAMILY), dtype=compute)
     base = sum(p.nbytes for p in model.parameters())

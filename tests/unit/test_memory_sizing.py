@@ -84,6 +84,7 @@ def test_a_cut_makes_no_pass_larger():
     assert MicroBatching(rows=4).within(8) == MicroBatching(rows=4)
 
 
+@pytest.mark.slow  # 4 s
 def test_the_estimate_uses_the_size_of_a_run():
     config = load_model_config(str(checkpoint(FAMILY)))
     plan = Plan(LIMITS)

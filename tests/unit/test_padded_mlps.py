@@ -195,6 +195,7 @@ def test_the_padded_function_is_compiled(monkeypatch):
     assert calls == [padded_mlp] * 4, "a copy stays compiled"
 
 
+@pytest.mark.slow  # 4 s
 def test_it_compiles_as_one_graph_for_all_layers_and_lengths(monkeypatch):
     torch._dynamo.reset()
     from torch._dynamo.testing import CompileCounterWithBackend  # here, since it takes a second
@@ -223,6 +224,7 @@ def test_the_fake_model_pads_where_the_real_one_does(on_gpu, compute, pads):
     assert bool(those_padded(found.model)) == pads
 
 
+@pytest.mark.slow  # 3 s
 def test_padded_copies_that_wait_for_backward_are_counted(monkeypatch):
     plan = Plan(LIMITS, "bf16", "bf16", on_gpu=True, packed=True, compiled=True)
 

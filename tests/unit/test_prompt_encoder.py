@@ -488,6 +488,7 @@ def test_encoders_travel_to_worker_processes(encoder):
     assert torch.equal(there.encode(row, media).ids, encoder.encode(row, media).ids)
 
 
+@pytest.mark.slow  # 8 s
 def test_loading_an_encoder_loads_no_model_code_and_no_torchvision(checkpoints):
     code = (
         "import sys; sys.modules['torchvision'] = None\n"  # any import of it fails

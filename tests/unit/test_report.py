@@ -130,6 +130,7 @@ def test_a_picture_is_whole_or_not_there(tmp_path, monkeypatch):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["the one before"]
 
 
+@pytest.mark.slow  # 3 s
 def test_no_state_is_shared_with_other_drawing(tmp_path):
     """pyplot keeps figures and a backend for the whole process; help and other commands need no matplotlib."""
     code = (

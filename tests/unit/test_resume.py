@@ -318,6 +318,7 @@ def test_a_removed_directory_that_cannot_be_made_is_tried_again(tmp_path):
         assert (place / "run" / "run_id").read_text() == directory.id
 
 
+@pytest.mark.slow  # 2 s
 def test_workers_of_a_killed_run_do_not_keep_its_lock(tmp_path):
     """Forked workers inherit the lock; they must not outlive the run."""
     code = """

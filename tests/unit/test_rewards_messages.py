@@ -122,7 +122,10 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("does", HOSTILE)
+@pytest.mark.parametrize(
+    "does",
+    [pytest.param(each, marks=pytest.mark.slow if each in ("drip", "half a message") else ()) for each in HOSTILE],
+)  # what comes late takes its time: 3 s
 def test_a_hostile_message_fails_alone(sandbox, tmp_path, does):
     note = tmp_path / "opened"
     assert outcome(sandbox, does, note=str(note)).failure == HOSTILE[does]
@@ -207,6 +210,7 @@ def test_a_builtin_that_cannot_read_a_row_fails_only_on_that_row():
 
 
 # -------------------------------------------------------------------------------------------------- the time of a step
+@pytest.mark.slow  # 2 s
 def test_a_step_ends_even_if_every_call_times_out(file):
     """Sixty calls of half a second, each well within its limit."""
     sandbox = Sandbox(str(file), {}, workers=1, timeout_s=30, step_timeout_s=2)

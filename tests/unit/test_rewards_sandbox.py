@@ -291,6 +291,7 @@ def test_of_sequential_samples_only_the_faulty_one_fails(file):
     sandbox.close()
 
 
+@pytest.mark.slow  # 3 s
 def test_a_step_of_hanging_calls_ends_soon(tmp_path):
     source = "import time\ndef f(data):\n    if data['response'] == 'hang': time.sleep(1000)\n    return 1.0\n"
     sandbox = Sandbox(str(named(tmp_path, source)), {}, workers=2, timeout_s=0.4)

@@ -234,6 +234,7 @@ def test_a_call_for_many_that_fails_fails_whole_and_alone(tmp_path, caplog):
 
 
 # -------------------------------------------------------------------------------------------------------------- async
+@pytest.mark.slow  # 4 s
 def test_async_calls_run_together_and_each_has_its_time(tmp_path):
     source = (
         "import asyncio, os\n"
