@@ -15,6 +15,7 @@ from mtrl.algorithms.advantages import Estimator
 from mtrl.algorithms.credit import Rule
 from mtrl.checkpoint.folder_store import write_folder
 from mtrl.compose import algorithm
+from mtrl.compose.family_checks import make_check_rollouts
 from mtrl.config import Config, ConfigError
 from mtrl.data.cache import default_cache_dir
 from mtrl.data.hub import check_model_available
@@ -171,7 +172,7 @@ def build_policy(config: Config, encoder: TextEncoder | None = None, base: Any =
     encoder = encoder or build_encoder(config)
     check_undamaged(Path(model_path(config)))
     model = load_policy(config, base)
-    check = start_plain_check(model, encoder)
+    check = start_plain_check(model, encoder, make_check_rollouts)
     policy = make_forward(config, encoder, model)
     if check is not None:
         say_at_once(check.finish(policy))
