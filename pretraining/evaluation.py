@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from mtrl.data.media import decode, read_size
 from mtrl.embedded import scenes
 from mtrl.embedded.scenes import SceneQuestion
 from mtrl.embedded.task import LETTERS, ZooQuestion
@@ -44,11 +45,12 @@ def make_task(question: Question) -> Task:
 
 
 def make_prompts(questions: Sequence[Question], encoder: PromptEncoder, blank: bool = False) -> list[Prompt]:
-    """The questions as prompts; `blank` makes their pictures plain grey."""
-    pictures = [np.asarray(question.image) for question in questions]
+    """The questions as prompts, with pictures in the size of the model; `blank` makes them plain grey."""
+    tasks = [make_task(question) for question in questions]
+    pictures = [decode(task.media[0], encoder.target_size(*read_size(task.media[0]))) for task in tasks]
     if blank:
         pictures = [np.full_like(picture, 127) for picture in pictures]
-    return [encoder.encode(make_task(q), [picture]) for q, picture in zip(questions, pictures, strict=True)]
+    return [encoder.encode(task, [picture]) for task, picture in zip(tasks, pictures, strict=True)]
 
 
 def grade(questions: Sequence[Question], rollouts: Rollouts) -> Grades:

@@ -2,6 +2,7 @@
 
     python -m pretraining.pretrain zoo         # teacher.py, minutes on one GPU
     python -m pretraining.pretrain scenes      # scene_teacher.py
+    python -m pretraining.pretrain zoo --family qwen3_5 --out MODEL
 
 It is seeded: the same machine and libraries give the same weights. Without --out it replaces the model of the package.
 """
@@ -21,7 +22,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -40,11 +40,12 @@ from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
 from mtrl.utils.embedded_models import MODELS
 from pretraining import scene_teacher
-from pretraining.evaluation import evaluate, make_task
+from pretraining.evaluation import evaluate, make_prompts
 from pretraining.teacher import Demonstration, demonstrations
-from pretraining.tiny_checkpoints import make_tiny_checkpoint
+from pretraining.tiny_checkpoints import VISION_FAMILIES, make_tiny_checkpoint
 
 ADDED_TOKENS = ("<think>", "</think>", "<answer>", "</answer>")
+PACKAGED_FAMILY = "qwen2_5_vl"
 MAX_DEMONSTRATIONS = 3  # per question
 
 
@@ -121,7 +122,7 @@ CURRICULA = {
 
 def make_example(index: int, encoder: TextEncoder, curriculum: Curriculum) -> Example:
     question = curriculum.make_question("train", index)
-    prompt = encoder.encode(make_task(question), [np.asarray(question.image)])
+    (prompt,) = make_prompts([question], encoder)
     inputs = encoder.inputs(prompt)
     taught = curriculum.demonstrations(question)
     end = encoder.stop_ids[0]
@@ -242,12 +243,27 @@ def evaluate_model(
     return {"greedy": grade(greedy), samples: grade(sampled), "blank": grade(greedy, blank=True)}
 
 
+def make_start(directory: str, family: str, curriculum: Curriculum, seed: int) -> Path:
+    """A random model of the curriculum's shape, with as many tokens per image as the packaged one."""
+    shape = dict(curriculum.model_shape)
+    side = curriculum.image_side
+    if family.startswith("qwen3"):
+        side = side * 32 // 28  # their patches
+    if family.startswith("qwen3_5"):
+        shape["layers"] //= 2  # as many have no attention
+    return make_tiny_checkpoint(
+        directory, family, seed=seed, words=curriculum.vocabulary_text(), added_tokens=ADDED_TOKENS,
+        min_pixels=side**2, max_pixels=side**2, **shape,
+    )  # fmt: skip
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "python -m pretraining.pretrain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("task", choices=CURRICULA, nargs="?", default="zoo")
     parser.add_argument("--out", type=Path, help="default: the folder of the packaged model")
+    parser.add_argument("--family", choices=VISION_FAMILIES, default=PACKAGED_FAMILY, help="another one needs --out")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, help="default: those of the packaged model")
     parser.add_argument("--batch", type=int, help="default: that of the packaged model")
@@ -256,14 +272,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--questions", type=int, help="test questions of the evaluation at the end; default: all")
     options = parser.parse_args(arguments)
+    if options.family != PACKAGED_FAMILY and options.out is None:
+        parser.error("a model of another family does not replace the packaged one: give it a folder with --out")
     curriculum, device, out = CURRICULA[options.task], torch.device(options.device), options.out or MODELS[options.task]
     steps, batch = options.steps or curriculum.steps, options.batch or curriculum.batch_size
     with tempfile.TemporaryDirectory() as scratch:
-        start = make_tiny_checkpoint(
-            scratch, "qwen2_5_vl", seed=options.seed, words=curriculum.vocabulary_text(),
-            added_tokens=ADDED_TOKENS, min_pixels=curriculum.image_side**2, max_pixels=curriculum.image_side**2,
-            **curriculum.model_shape,
-        )  # fmt: skip
+        start = make_start(scratch, options.family, curriculum, options.seed)
         encoder = load_encoder(start)
         backbone = Backbone(load_model(start, device=device))
         print(f"{sum(p.numel() for p in backbone.model.parameters()):,} parameters, {len(encoder.tokenizer)} tokens")

@@ -54,6 +54,19 @@ def test_the_command_makes_a_checkpoint(is_tiny, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_another_family(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(pretrain.CURRICULA, "zoo", replace(pretrain.CURRICULA["zoo"], model_shape=TINY))
+    words = ("--family", "qwen3_5", "--steps", "2", "--batch", "4", "--examples", "20", "--questions", "2")
+    made(tmp_path, *words)
+    model = load_model(tmp_path, dtype="bf16")
+    assert model.config.model_type == "qwen3_5" and model.config.text_config.num_hidden_layers == 2
+    assert load_encoder(tmp_path).target_size(56, 56) == (64, 64)  # as many tokens as in the packaged model
+    with pytest.raises(SystemExit):
+        pretrain.main([*words, "--device", "cpu"])
+    assert "give it a folder with --out" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_the_other_task_has_the_same_command(tmp_path, monkeypatch):
     """A curriculum with much shorter answers than the real one: the words are learnt first."""
     monkeypatch.setitem(pretrain.CURRICULA, "scenes", replace(pretrain.CURRICULA["scenes"], max_new_tokens=16))
