@@ -203,7 +203,7 @@ class Forward:
             views=len(views),
             sp_size=self.sp_group.size,
         )
-        if self.sp_group.size > 1:
+        if self.sp_group.size > 1 and self.backbone.images is not None:
             return layout, self._own_features(layout, inputs, [int(vision_tokens(each).sum()) for each in prompts])
         features = dict(zip(inputs, self.backbone.encode_images(list(inputs.values())), strict=True))
         return layout, [features[document.view, document.prompt] for document in layout.documents]
