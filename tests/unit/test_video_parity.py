@@ -13,7 +13,7 @@ from mtrl.protocols import Clip
 from mtrl.types import Medium, Task
 
 pytest.importorskip("av")
-FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe"]
 TOLERANCE = 1e-5
 
 
