@@ -20,6 +20,7 @@ from PIL import Image
 
 from benchmarks.environment import finish
 from mtrl.compose.run import Run, build, configure
+from mtrl.embedded.embedded_rows import CONFIG_FILE
 from mtrl.embedded.task import TEST_QUESTIONS, ZooQuestion, make_question, row
 from mtrl.models.families import load_encoder
 from mtrl.tracking.jsonl import read_rows
@@ -31,16 +32,18 @@ from pretraining.evaluation import best_constant, make_prompts
 def learn(model: Path, directory: Path, steps: int, grey: bool, questions: list[ZooQuestion]) -> dict[str, Any]:
     image = load_encoder(model).image_settings
     assert image is not None
-    config, _ = configure(None, {
+    config, _ = configure(CONFIG_FILE, {
         "worker.actor.model.model_path": str(model), "training.output_dir": str(directory), "training.logger": (),
         "training.max_steps": steps, "training.val_before_train": False, "training.val_freq": -1,
+        "dataset.train_files": "zoo@train", "dataset.val_files": "zoo@validation",
         "dataset.min_pixels": image.min_pixels, "dataset.max_pixels": image.max_pixels,
     })  # fmt: skip
     prompts = steps * config.dataset.rollout_batch_size
     run = build(config, data=[grey_row(index) for index in range(prompts)] if grey else None)
     before = grade(run, questions)
     run.train()
-    rewards = [each["reward/mean"] for each in read_rows(run.directory / "metrics.jsonl") if "reward/mean" in each]
+    rows = read_rows(run.directory / "metrics.jsonl")
+    rewards = [each["reward/overall"] for each in rows if "reward/overall" in each]
     return {"reward": rewards, "before": before, "after": grade(run, questions)}
 
 
