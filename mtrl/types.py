@@ -5,7 +5,8 @@ probes them (`Signals`), assigns `Credit` to each token and passes `TrainBatch`e
 
 Shapes: P prompts, N responses (rows, group-major), T tokens of the longest response, L tokens of a prompt. Responses
 are right-padded `[N, T]` everywhere outside `models/` and `rollout/`. `group[i]` is the prompt of row i; groups may be
-uneven (after filtering or replay), so nothing reshapes to `[P, G]`. All tensors live on the CPU: float32, int64, bool.
+uneven (after filtering or replay), so nothing reshapes to `[P, G]`. All tensors live on the CPU: float32, int64, bool;
+experts are small integers.
 """
 
 from __future__ import annotations
@@ -134,6 +135,7 @@ class Rollouts:
     text: tuple[str, ...]  # [N]
     finish_reason: tuple[FinishReason, ...]  # [N]
     version: Tensor  # [N], version of the weights that sampled the row
+    routed_experts: Tensor | None = None  # [N, T, layers, k] experts of the state that each token was sampled from
 
     def __len__(self) -> int:
         return len(self.group)
@@ -206,6 +208,7 @@ class Signals:
 
     old_logprobs: Tensor | None = None  # [N, T] log-prob on the original image, before this step's updates
     support: Tensor | None = None  # [N, T] log-probability of the support that top-p and top-k leave
+    routing_mismatch: Tensor | None = None  # [N, T] share of `Rollouts.routed_experts` that the policy did not choose
     perturbed_logprobs: Tensor | None = field(default=None, metadata=TWO_VIEWS)  # [N, T] on the perturbed image
     dependency: Tensor | None = field(default=None, metadata=TWO_VIEWS)  # [N, T] S of section 1.2
     entropy: Tensor | None = None  # [N, T] entropy of the policy, in nats

@@ -30,6 +30,8 @@ def step_metrics(experience: Experience, cut: bool) -> Metrics:
             values |= mismatch_metrics(
                 signals.old_logprobs - signals.support, rollouts.rollout_logprobs, mask, cut=False
             )
+    if signals.routing_mismatch is not None:
+        values["rollout/routing_mismatch"] = masked_mean(signals.routing_mismatch, mask)
     if signals.entropy is not None:
         values["actor/entropy"] = masked_mean(signals.entropy, mask)
     extra = {name: each for name, each in signals.extra.items() if each.ndim == 2}
@@ -123,6 +125,7 @@ def gap_name(cut: bool) -> str:
 def learnt_metrics(learnt: Metrics, cut: bool) -> Metrics:
     """Metrics of the actor's update by their full names."""
     gaps = {"logprob_gap": gap_name(cut), "support_gap": gap_name(False)}
+    gaps |= {"routing_mismatch": "rollout/routing_mismatch"}
     names = {name: next((name.replace(gap, gaps[gap]) for gap in gaps if gap in name), name) for name in learnt}
     return {new if new != old else f"actor/{old}": learnt[old] for old, new in names.items()}
 

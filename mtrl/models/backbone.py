@@ -33,6 +33,7 @@ from mtrl.models.recurrent import (
     explain_layers,
     use_forked_states,
 )
+from mtrl.models.routing import find_routers
 from mtrl.types import VISION_POOL, Prompt
 
 LOGITS_CHANGED_BY = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -65,6 +66,7 @@ class Backbone:
         self.has_states = len(self.attention_layers) < self.language_model.config.num_hidden_layers
         if self.has_states:
             use_forked_states(self.language_model)
+        self.routers = find_routers(self.language_model)
         patches.use_no_dropout(model)
         self.wide_adapters = any(
             each.dtype.itemsize > self.compute_dtype.itemsize for each in adapter_parameters(model).values()

@@ -8,6 +8,7 @@ pass.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -31,6 +32,7 @@ from mtrl.models.families.model_family import Features
 from mtrl.models.layout import Layout, lay_out
 from mtrl.models.masked_attention import AttentionReader, MapReader, MassReader
 from mtrl.models.parallel.sequence import SequenceParallelGroup
+from mtrl.models.routing import RoutingReader
 from mtrl.protocols import PromptEncoder
 from mtrl.types import SEGMENTS, Needs, Rollouts, Signal, Signals, TokenStates
 
@@ -68,9 +70,11 @@ class Forward:
         """[N, T] log-probs with gradients, on the model's device; 0 off the mask."""
         return unpack(self.scores(rollouts).logp, rollouts.mask)
 
-    def scores(self, rollouts: Rollouts, entropy: bool = False) -> TokenScores:
+    def scores(
+        self, rollouts: Rollouts, entropy: bool = False, routing: RoutingReader | None = None
+    ) -> TokenScores:  # fmt: skip
         """[M] log-probs with gradients; with `entropy` also entropies and the support mass, without gradients."""
-        return self.score_tokens(self.response_hidden(rollouts), rollouts, entropy)
+        return self.score_tokens(self.response_hidden(rollouts, routing), rollouts, entropy)
 
     def values(self, rollouts: Rollouts) -> Tensor:
         """[M] with gradients: the value of the state before each token, the one that predicts it."""
@@ -85,7 +89,9 @@ class Forward:
         layout, features = self._prepare(rollouts, [None, views][: needs.views])
         reader = self._make_mass_reader(layout) if "attention_mass" in needs else None
         patches = self._make_patch_reader(layout, rollouts) if "attention_maps" in needs else None
-        states = self._last_states(layout, features, [each for each in (reader, patches) if each is not None])
+        routing = self.make_routing_reader(rollouts) if "old_logprobs" in needs else None
+        readers = [each for each in (reader, patches) if each is not None]
+        states = self._last_states(layout, features, readers, routing)
         hidden = self._select_predictors(states, layout)
         similar = {"similarity": self._similarity(states, hidden[0], layout)} if "similarity" in needs else {}
         del states  # frees memory for the vocabulary
@@ -93,6 +99,8 @@ class Forward:
         extra = self._measure_custom(hidden, rollouts, needs.custom)
         scored |= {name: self.gather_tokens(values, rollouts) for name, values in similar.items()}
         signals = {name: unpack(values.cpu(), rollouts.mask) for name, values in scored.items()}
+        if routing is not None:
+            signals["routing_mismatch"] = self.unpack_mismatch(routing, rollouts)
         if "dependency" in signals:
             signals["dependency"] = bounded_dependency(signals["dependency"], rollouts.mask)
         elif "dependency" in needs:
@@ -152,11 +160,11 @@ class Forward:
         self._last_states(layout, features, [reader])
         return reader.total[:, :, : len(rollouts.prompts[0].ids)].cpu()
 
-    def response_hidden(self, rollouts: Rollouts) -> Tensor:
+    def response_hidden(self, rollouts: Rollouts, routing: RoutingReader | None = None) -> Tensor:
         """[M, H]: for every valid response token, row by row, the hidden state of the position that predicts it; in a
         sequence-parallel group those of this rank's tokens."""
         layout, features = self._prepare(rollouts, [None])
-        return self._select_predictors(self._last_states(layout, features), layout)[0]
+        return self._select_predictors(self._last_states(layout, features, routing=routing), layout)[0]
 
     def score_tokens(self, hidden: Tensor, rollouts: Rollouts, entropy: bool = False) -> TokenScores:
         """The `scores` of `response_hidden`."""
@@ -231,21 +239,29 @@ class Forward:
         return [self.sp_group.local_hidden(states, index) for index in layout.predictors]
 
     def _last_states(
-        self, layout: Layout, features: list[Features | None], readers: Sequence[AttentionReader] = ()
+        self,
+        layout: Layout,
+        features: list[Features | None],
+        readers: Sequence[AttentionReader] = (),
+        routing: RoutingReader | None = None,
     ) -> Tensor:
         """[B, S, H]: the last hidden states of this rank's part of the sequences."""
         device, sp_group = self.backbone.device, self.sp_group
         mask = None if layout.causal else self.backbone.make_mask(layout.document_mask, layout.packed)
         states = None if layout.causal else self.backbone.make_state_forks(layout.document_mask)
-        return self.backbone.forward_text(
-            to_device(sp_group.local_part(layout.ids), device),
-            to_device(sp_group.local_part(layout.positions), device),
-            to_device(sp_group.local_part(layout.is_vision), device),
-            features,
-            attention_mask=mask,
-            readers=readers,
-            state_mask=states,
-        )
+        with nullcontext() if routing is None else routing.recorder:
+            hidden = self.backbone.forward_text(
+                to_device(sp_group.local_part(layout.ids), device),
+                to_device(sp_group.local_part(layout.positions), device),
+                to_device(sp_group.local_part(layout.is_vision), device),
+                features,
+                attention_mask=mask,
+                readers=readers,
+                state_mask=states,
+            )
+        if routing is not None:
+            routing.compare(sp_group.local_hidden(routing.recorder.take(len(hidden), device), layout.predictors[0]))
+        return hidden
 
     def _similarity(self, states: Tensor, predicting: Tensor, layout: Layout) -> Tensor:
         """[M]: the cosine of the state that predicts each token, on the original image, to the mean of the unit states
@@ -263,6 +279,20 @@ class Forward:
         own_prompts = to_device(token_prompts[sp_group.local_tokens(len(token_prompts))], device)
         pieces = zip(predicting.split(self.chunk), own_prompts.split(self.chunk), strict=True)
         return torch.cat([torch.cosine_similarity(each.float(), image[i], dim=-1) for each, i in pieces])
+
+    # -------------------------------------------------------------------------------------------------------- experts
+    def make_routing_reader(self, rollouts: Rollouts) -> RoutingReader | None:
+        """Compares this rank's tokens; None if the engine recorded no experts."""
+        if rollouts.routed_experts is None:
+            return None
+        experts = rollouts.routed_experts[rollouts.mask]
+        own = experts[self.sp_group.local_tokens(len(experts))]
+        return RoutingReader(self.backbone.routers, to_device(own, self.backbone.device))
+
+    def unpack_mismatch(self, routing: RoutingReader, rollouts: Rollouts) -> Tensor:
+        """[N, T], on the CPU."""
+        assert routing.mismatch is not None, "a pass has been read"
+        return unpack(self.gather_tokens(routing.mismatch, rollouts).cpu(), rollouts.mask)
 
     # ------------------------------------------------------------------------------------------------------ attention
     def _make_mass_reader(self, layout: Layout) -> MassReader:

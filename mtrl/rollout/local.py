@@ -10,6 +10,7 @@ import gc
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mtrl.models.backbone import Backbone, Cache, prompt_positions, vision_tokens
 from mtrl.models.model_size import ModelSize, model_size
+from mtrl.models.routing import ExpertRecorder
 from mtrl.protocols import PromptEncoder
 from mtrl.rollout.lifecycle import EngineLifecycle
 from mtrl.rollout.responses import finish_reasons, make_rollouts
@@ -28,7 +30,16 @@ logger = logging.getLogger(__name__)
 ROWS_AT_ONCE = 512
 COMPACT_BELOW = 0.8  # finished rows leave the cache when a smaller share of its rows is still decoding
 LOWERS_MEMORY = "a smaller worker.rollout.max_new_tokens or dataset.max_prompt_length; mtrl doctor says how much each"
-Decoded = tuple[list[Tensor], list[Tensor]]  # the tokens of responses and their log-probs, on the CPU
+
+
+class Decoded(NamedTuple):
+    """Responses, on the CPU."""
+
+    tokens: list[Tensor]
+    logprobs: list[Tensor]
+    experts: list[Tensor]  # [tokens, layers, k] each; empty for a dense model
+
+
 Decode = Callable[[Sequence[Prompt], Sequence[int], Sampling], Decoded]
 
 
@@ -60,7 +71,7 @@ class LocalGenerator(EngineLifecycle):
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:
         if sampling.version != self.version:
             raise RuntimeError(f"asked to sample at version {sampling.version}, but the engine holds {self.version}")
-        tokens, logprobs = self._run_batches(prompts, sampling, self.decode)
+        tokens, logprobs, experts = self._run_batches(prompts, sampling, self.decode)
         return make_rollouts(
             prompts,
             [index for index in range(len(prompts)) for _ in range(sampling.n)],
@@ -70,6 +81,7 @@ class LocalGenerator(EngineLifecycle):
             finish=finish_reasons(tokens, self.encoder.stop_ids),
             version=self.version,
             pad_id=self.encoder.pad_id,
+            routed_experts=experts or None,
         )
 
     @torch.no_grad()
@@ -80,18 +92,16 @@ class LocalGenerator(EngineLifecycle):
     def _run_batches(self, prompts: Sequence[Prompt], sampling: Sampling, decode: Decode) -> Decoded:
         """All responses, at most `rows_at_once` together: whole groups, or parts of a larger one."""
         first, n = first_sample_numbers([prompt.task.id for prompt in prompts], sampling), sampling.n
-        tokens: list[Tensor] = []
-        logprobs: list[Tensor] = []
-        while len(tokens) < n * len(prompts):
-            index, sample = divmod(len(tokens), n)
+        rows = Decoded([], [], [])
+        while len(rows.tokens) < n * len(prompts):
+            index, sample = divmod(len(rows.tokens), n)
             groups = 1 if sample else max(1, self.rows_at_once // n)
             batch, count = slice(index, index + groups), min(n - sample, self.rows_at_once)
             numbers = [sample + each for each in first[batch]]
             decoded = self._try_batch(decode, prompts[batch], numbers, replace(sampling, n=count))
             if decoded is not None:
-                tokens += decoded[0]
-                logprobs += decoded[1]
-        return tokens, logprobs
+                rows = Decoded(*(done + more for done, more in zip(rows, decoded, strict=True)))
+        return rows
 
     def _try_batch(
         self, decode: Decode, prompts: Sequence[Prompt], first: Sequence[int], sampling: Sampling
@@ -118,7 +128,8 @@ class LocalGenerator(EngineLifecycle):
 
     def decode(self, prompts: Sequence[Prompt], first: Sequence[int], sampling: Sampling) -> Decoded:
         """The rows of one batch; `first`: the number of each prompt's first sample."""
-        return Decoding(self, prompts, first, sampling).run()
+        with ExpertRecorder(self.backbone.routers) as experts:
+            return Decoding(self, prompts, first, sampling, experts).run()
 
     def allocate_most(self, prompts: Sequence[Prompt], first: Sequence[int], sampling: Sampling) -> Decoded:
         """Decodes one token, then allocates the most that `decode` could need."""
@@ -154,6 +165,7 @@ class Decoding:
     prompts: Sequence[Prompt]
     first: Sequence[int]  # the number of each prompt's first sample
     sampling: Sampling
+    experts: ExpertRecorder
 
     def run(self) -> Decoded:
         device = self.engine.backbone.device
@@ -162,11 +174,12 @@ class Decoding:
         rows = len(uniforms)
         tokens = torch.zeros(rows, self.sampling.max_new_tokens, dtype=torch.long, device=device)
         logps = torch.zeros(rows, self.sampling.max_new_tokens, device=device)
+        routed = torch.zeros(*tokens.shape, *self.experts.shape, dtype=self.experts.dtype, device=device)
         lengths = torch.zeros(rows, dtype=torch.long, device=device)
         stop_ids = torch.tensor(self.engine.encoder.stop_ids, dtype=torch.long, device=device)
         forbidden = torch.tensor(self.engine.encoder.forbidden_ids, dtype=torch.long, device=device)
 
-        hidden, position, keys, cache = self._prefill()
+        hidden, experts, position, keys, cache = self._prefill()
         padded = not bool(keys.all())
         output_matrix = self.engine.backbone.output_matrix.to(hidden.dtype)
         row = torch.arange(rows, device=device)  # the rows in the cache
@@ -175,7 +188,7 @@ class Decoding:
             logits = (hidden @ output_matrix.T).float().index_fill_(1, forbidden, -torch.inf)
             chosen, logp = choose(logits, uniforms[row, t], self.sampling)
             # Finished rows keep writing beyond their length while they are in the cache.
-            tokens[row, t], logps[row, t] = chosen, logp
+            tokens[row, t], logps[row, t], routed[row, t] = chosen, logp, experts
             lengths[row] += decoding
             decoding &= ~torch.isin(chosen, stop_ids) & logp.isfinite()  # NaN ends a row
             alive = int(decoding.sum())  # the only wait for the device in a step
@@ -187,17 +200,17 @@ class Decoding:
                 row, chosen, position, keys = row[stay], chosen[stay], position[stay], keys[stay]
                 decoding = decoding[stay]
             keys = torch.cat([keys, keys.new_ones(len(row), 1)], dim=1)
-            hidden = self._step(chosen, position, keys if padded else None, cache)
+            hidden, experts = self._step(chosen, position, keys if padded else None, cache)
             position = position + 1
         ends = lengths.tolist()
-        split = [[x[:n] for x, n in zip(all_rows.cpu(), ends, strict=True)] for all_rows in (tokens, logps)]
+        split = [[x[:n] for x, n in zip(all_rows.cpu(), ends, strict=True)] for all_rows in (tokens, logps, routed)]
         if not all(bool(row.isfinite().all()) for row in split[1]):
             raise Diverged(explain_non_finite(self.engine.version, hidden.dtype))
-        return split[0], split[1]
+        return Decoded(split[0], split[1], split[2] if routed.numel() else [])
 
-    def _prefill(self) -> tuple[Tensor, Tensor, Tensor, Cache]:
-        """Reads every prompt once and repeats its cache for its responses. Returns the last hidden state [rows, H], the
-        next position [rows], which keys are real [rows, S], and the cache."""
+    def _prefill(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Cache]:
+        """Reads every prompt once and repeats its cache for its responses. Returns the last hidden state [rows, H] and
+        its experts, the next position [rows], which keys are real [rows, S], and the cache."""
         backbone = self.engine.backbone
         inputs = [self.engine.encoder.inputs(prompt, device=self.engine.backbone.device) for prompt in self.prompts]
         positions = [prompt_positions(each) for each in inputs]
@@ -219,13 +232,16 @@ class Decoding:
         group = torch.arange(len(self.prompts), device=backbone.device).repeat_interleave(self.sampling.n)
         backbone.select_rows(cache, group)
         following = torch.stack([p.max() + 1 for p in positions]).to(backbone.device)
-        return hidden[group, -1], following[group], keys.to(backbone.device)[group], cache
+        experts = self.experts.take(len(hidden), backbone.device)[group, -1]
+        return hidden[group, -1], experts, following[group], keys.to(backbone.device)[group], cache
 
-    def _step(self, tokens: Tensor, position: Tensor, keys: Tensor | None, cache: Cache) -> Tensor:
-        """Reads one more token of every row in the cache: its hidden state [rows, H]. `keys` None: all are real."""
+    def _step(self, tokens: Tensor, position: Tensor, keys: Tensor | None, cache: Cache) -> tuple[Tensor, Tensor]:
+        """Reads one more token of every row in the cache: its hidden state [rows, H] and its experts. `keys` None: all
+        are real."""
         mask = None if keys is None else keys[:, None, None, :]
         positions = position[None, :, None].expand(3, -1, -1)
-        return self.engine.backbone.forward_text(tokens[:, None], positions, attention_mask=mask, cache=cache)[:, 0]
+        hidden = self.engine.backbone.forward_text(tokens[:, None], positions, attention_mask=mask, cache=cache)
+        return hidden[:, 0], self.experts.take(len(hidden), hidden.device)[:, 0]
 
 
 def check_weight_names(own: Collection[str], published: Collection[str]) -> None:

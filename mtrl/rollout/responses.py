@@ -21,11 +21,13 @@ def make_rollouts(
     finish: Sequence[FinishReason],
     version: int,
     pad_id: int,
+    routed_experts: Sequence[Tensor] | None = None,
 ) -> Rollouts:
     """`group` is the prompt index of each response; the responses of a prompt are next to each other.
 
     `tokens` and `rollout_logprobs` (under the distribution really sampled from) hold one row per response, with its
-    stop token. `rollout_logprobs` is None for responses that were not sampled; they become zeros."""
+    stop token. `rollout_logprobs` is None for responses that were not sampled; they become zeros. `routed_experts`
+    [tokens, layers, k] are those of a mixture of experts."""
     rows = [torch.as_tensor(row, dtype=torch.long) for row in tokens]
     sizes = len(group), len(rows), len(text), len(finish)
     assert len(set(sizes)) == 1, f"groups, tokens, texts and finish reasons differ in number: {sizes}"
@@ -40,6 +42,7 @@ def make_rollouts(
         text=tuple(text),
         finish_reason=tuple(finish),
         version=torch.full((len(rows),), version),
+        routed_experts=None if routed_experts is None else pad_sequence(list(routed_experts), batch_first=True),
     )
 
 

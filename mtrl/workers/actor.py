@@ -17,6 +17,7 @@ from mtrl.algorithms.vocab import TokenScores
 from mtrl.models.forward import Forward, unpack
 from mtrl.models.parallel.fsdp import run_forward, run_frozen_forward
 from mtrl.models.perturb import Perturbation
+from mtrl.models.routing import RoutingReader
 from mtrl.models.state_dicts import exported_weights
 from mtrl.protocols import Snapshot
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch, Weights
@@ -120,24 +121,31 @@ class LocalActor:
 
     def _loss(self, batch: TrainBatch, loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
         rollouts, mask, kl = batch.rollouts, batch.rollouts.mask, None
+        fresh = batch.old_logprobs is None  # nothing was probed
+        routing = self.forward.make_routing_reader(rollouts) if fresh else None
         if loss.full_divergence:
-            scores, kl = self._scores_and_divergence(rollouts, entropy=batch.old_logprobs is None)
+            scores, kl = self._scores_and_divergence(rollouts, entropy=fresh, routing=routing)
         else:
-            scores = self.forward.scores(rollouts, entropy=batch.old_logprobs is None)
+            scores = self.forward.scores(rollouts, entropy=fresh, routing=routing)
         total, metrics = total_loss(unpack(scores.logp, mask).cpu(), batch, loss, kl)
-        if scores.entropy is not None:  # it was not probed
+        if routing is not None:
+            mismatch = self.forward.unpack_mismatch(routing, rollouts)
+            metrics["routing_mismatch"] = weighted_sum(batch.weights.token, mismatch)
+        if scores.entropy is not None:
             metrics["entropy"] = weighted_sum(batch.weights.token, unpack(scores.entropy, mask).cpu())
         if scores.support is not None:
             cut = unpack(scores.logp.detach() - scores.support, mask).cpu()
             metrics["support_gap_mean"] = weighted_sum(batch.weights.token, (cut - rollouts.rollout_logprobs).abs())
         return total, metrics
 
-    def _scores_and_divergence(self, rollouts: Rollouts, entropy: bool) -> tuple[TokenScores, Tensor]:
+    def _scores_and_divergence(
+        self, rollouts: Rollouts, entropy: bool, routing: RoutingReader | None
+    ) -> tuple[TokenScores, Tensor]:
         """The scores and the KL to the reference [N, T] from one pass of the policy. The reference reads the same rows
         in every pass: storing its hidden states of a whole step would take tokens * H and a pass as well."""
         reference = self._needed_reference
         theirs = reference.response_hidden(rollouts)
-        ours = self.forward.response_hidden(rollouts)
+        ours = self.forward.response_hidden(rollouts, routing)
         kl = reference.divergence(ours, theirs, self.forward, rollouts)
         return self.forward.score_tokens(ours, rollouts, entropy), unpack(kl, rollouts.mask).cpu()
 

@@ -43,14 +43,17 @@ class FakeForward:
             old_logprobs=rollouts.version[:, None].float().expand(rollouts.mask.shape).where(rollouts.mask, 0.0)
         )
 
-    def response_hidden(self, rollouts):
+    def make_routing_reader(self, rollouts):
+        return None
+
+    def response_hidden(self, rollouts, routing=None):
         self.asked.append("policy")
         return self.backbone.model.w.expand(int(rollouts.mask.sum()), 1)
 
     def score_tokens(self, hidden, rollouts, entropy=False):
         return self.scores(rollouts, entropy)
 
-    def scores(self, rollouts, entropy=False):
+    def scores(self, rollouts, entropy=False, routing=None):
         self.asked.append(entropy)
         logp = self.backbone.model.w.expand(int(rollouts.mask.sum()))
         support = None if self.support is None else torch.full(logp.shape, self.support)

@@ -259,7 +259,7 @@ class GraphGenerator(LocalGenerator):
         split = [[row[:end] for row, end in zip(rows_of, ends, strict=True)] for rows_of in (tokens, logps)]
         if not all(bool(row.isfinite().all()) for row in split[1]):
             raise Diverged(explain_non_finite(self.version, self.backbone.compute_dtype))
-        return split[0], split[1]
+        return Decoded(split[0], split[1], [])
 
 
 def read_prompts(
