@@ -42,7 +42,7 @@ class Facts:
 
 
 ALL_ENGINES = "the plain engine, CUDA graphs ([generation.md](generation.md)), vLLM ([vllm_parity.md](vllm_parity.md))"
-PLAIN_ENGINE = "the plain engine. The CUDA graph engine refuses it; vLLM was not tried"
+PLAIN_ENGINE = "the plain engine. The CUDA graph engine refuses it. vLLM: [vllm.md](vllm.md#qwen35)"
 FACTS = {
     "qwen2_vl": Facts("Qwen2-VL", ALL_ENGINES, "its chat template adds a system message if the chat has none."),
     "qwen2_5_vl": Facts(
@@ -67,7 +67,9 @@ FACTS = {
         "Qwen3.5 with experts",
         PLAIN_ENGINE,
         "as Qwen3.5. In addition, other responses in a batch may move the last bits of a gradient, since an expert "
-        "multiplies all its tokens in one group. Adapters leave the experts alone, which are no `Linear` modules.",
+        "multiplies all its tokens in one group. Adapters leave the experts alone, which are no `Linear` modules. "
+        "Rounding may flip a router between two experts: `rollout/routing_mismatch` counts it. In bf16 a router's "
+        "product is bf16 and its softmax float32, as in transformers. The load-balancing loss never enters.",
     ),
     "qwen2": Facts(
         "Text models",

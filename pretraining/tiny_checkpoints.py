@@ -67,6 +67,7 @@ def make_tiny_checkpoint(
     layers: int = 2,
     heads: int = 4,
     kv_heads: int = 2,
+    recurrent_head: int | None = None,
     vision_hidden: int = 64,
     vision_layers: int = 2,
     min_pixels: int | None = None,
@@ -77,9 +78,10 @@ def make_tiny_checkpoint(
 ) -> Path:
     """Write a loadable Hugging Face directory with random weights; the same arguments give the same bytes.
 
-    `layers` have attention; hybrid families have as many recurrent ones between them. Pixel limits default to 4 and
-    1280 tokens per image. The tokenizer is trained on `words`, up to `vocabulary` tokens, and each of `added_tokens` is
-    a single token. The caller's random state is not changed.
+    `layers` have attention; hybrid families have as many recurrent ones between them, whose heads are `recurrent_head`
+    wide (None: as in attention). Pixel limits default to 4 and 1280 tokens per image. The tokenizer is trained on
+    `words`, up to `vocabulary` tokens, and each of `added_tokens` is a single token. The caller's random state is not
+    changed.
     """
     if family not in TINY_FAMILIES:
         raise ValueError(f"no tiny checkpoint for family {family!r}; there are {', '.join(TINY_FAMILIES)}")
@@ -89,7 +91,7 @@ def make_tiny_checkpoint(
     tokenizer.save_pretrained(directory)
 
     end, pad = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>"))
-    text = _text_config(family, hidden, layers, heads, kv_heads)
+    text = _text_config(family, hidden, layers, heads, kv_heads, recurrent_head or hidden // heads)
     text |= {"vocab_size": len(tokenizer), "bos_token_id": pad, "eos_token_id": end}
     if family == "qwen2":
         config = AutoConfig.for_model(family, **text)
@@ -146,7 +148,9 @@ def _trained_vocabulary(words: str, added_tokens: tuple[str, ...], vocabulary: i
 _MARKS = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
 
 
-def _text_config(family: str, hidden: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+def _text_config(
+    family: str, hidden: int, layers: int, heads: int, kv_heads: int, recurrent_head: int
+) -> dict[str, Any]:  # fmt: skip
     half = hidden // heads // 2  # rotary pairs of a head, divided among time, height and width
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
     if family.startswith("qwen3_5"):
@@ -166,7 +170,7 @@ def _text_config(family: str, hidden: int, layers: int, heads: int, kv_heads: in
     if family.startswith("qwen3"):
         config |= {"head_dim": hidden // heads}
     if family.startswith("qwen3_5"):  # a recurrent layer before each one with attention
-        widths = {f"linear_{name}_head_dim": hidden // heads for name in ("key", "value")}
+        widths = {f"linear_{name}_head_dim": recurrent_head for name in ("key", "value")}
         config |= {"linear_num_key_heads": kv_heads, "linear_num_value_heads": heads, **widths}
         config |= {"num_hidden_layers": 2 * layers, "layer_types": ["linear_attention", "full_attention"] * layers}
     if family == "qwen3_5_moe":

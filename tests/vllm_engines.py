@@ -36,7 +36,7 @@ from mtrl.types import Weights
 
 INSTALLED = find_spec("vllm") is not None
 MAX_LENGTH = 512
-SERVED_FAMILIES = tuple(each for each in TINY_FAMILIES if not each.startswith("qwen3_5"))  # not yet by our settings
+RECURRENT = [family for family in TINY_FAMILIES if family.startswith("qwen3_5")]  # in bfloat16 alone on a CPU
 _in_process: dict[str, VllmInProcess] = {}
 _tensor_parallel: dict[str, TensorParallelEngine] = {}
 _servers: list[StartedServer] = []
@@ -47,17 +47,21 @@ def arguments(family: str, parts: int = 1, **extra: Any) -> tuple[dict[str, Any]
     images = get_encoder(family).image_settings
     split = {"tensor_parallel_size": parts, "among_ranks": parts > 1}
     small = {"kv_cache_memory_bytes": 2**26, **extra}
+    recurrent = family in RECURRENT
+    kind = {"dtype": "bfloat16" if recurrent else "float32", "recurrent": recurrent}
     return (
-        make_llm_arguments(str(checkpoint(family)), dtype="float32", max_length=MAX_LENGTH, extra=small, **split),
+        make_llm_arguments(str(checkpoint(family)), max_length=MAX_LENGTH, extra=small, **kind, **split),
         None if images is None else images.processor_arguments(),
     )
 
 
 def in_process(family: str) -> VllmInProcess:
-    """Engines of one process share vLLM's process groups: when a run closes one, the others become unusable."""
+    """Engines of one process share vLLM's process groups: when a run closes one, the others become unusable. The first
+    engine makes them, and only a model with experts makes one for experts."""
     from vllm.distributed.parallel_state import model_parallel_is_initialized
 
-    if _in_process and not model_parallel_is_initialized():
+    lacks_group = family.endswith("moe") and family not in _in_process
+    if _in_process and (lacks_group or not model_parallel_is_initialized()):
         end_in_process()
     if family not in _in_process:
         _in_process[family] = VllmInProcess(*arguments(family))

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from mtrl.commands import installed
 from mtrl.commands.doctor_parity import run_parity
@@ -34,6 +35,7 @@ from mtrl.compose.memory_limits import is_sized_by_memory, make_plan
 from mtrl.compose.policy import missing_model_hint, model_path, register_own_family
 from mtrl.compose.run import configure, find_unknown_names
 from mtrl.compose.task_source import EMBEDDED
+from mtrl.compose.vllm_engine import explain_no_cpu_engine
 from mtrl.config import Config, find_warnings, take_file
 from mtrl.config.unsupported import find_unsupported
 from mtrl.data.sources import HUB_ID
@@ -90,6 +92,7 @@ def run(arguments: Sequence[str]) -> int:
         model = load_model_config(model_path(config), config.worker.actor.model.trust_remote_code)
         register_own_family(config)
         check_known_family(model, model_path(config))
+        problems += check_engine(config, model, device)
         plan = make_plan(config, device.is_gpu)
         estimated = estimate(model, plan)
         if device.is_gpu and is_sized_by_memory(config):
@@ -147,6 +150,13 @@ def find_missing_features(config: Config) -> Iterator[str]:
     for feature in installed.FEATURES:
         if feature.is_wanted(config) and feature.missing():
             yield f"the configuration asks for {feature.name}: {feature.install}"
+
+
+def check_engine(config: Config, model: Any, device: Device) -> Iterator[str]:
+    own = config.engine_name == "vllm" and config.worker.rollout.mode != "server"  # a server may be on a GPU
+    dtype = DTYPES[config.worker.actor.fsdp.mixed_precision_dtype]
+    if own and not device.is_gpu and (problem := explain_no_cpu_engine(model, dtype, gets_weights=True)):
+        yield problem
 
 
 # --------------------------------------------------------------------------------------------------------------- files

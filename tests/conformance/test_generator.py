@@ -26,7 +26,7 @@ from tiny_models import (
     shared_backbone,
 )
 from transformers import DynamicCache
-from vllm_engines import INSTALLED, SERVED_FAMILIES, child_process, engine_on, in_process, server, tensor_parallel
+from vllm_engines import INSTALLED, RECURRENT, child_process, engine_on, in_process, server, tensor_parallel
 
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
@@ -104,8 +104,8 @@ def encoder(family):
 def make_engine(engines, name, family, encoder):
     if name == "decode" and family.startswith("qwen3_5"):
         pytest.skip("its kernels have no recurrent layers")
-    if name.startswith("vllm") and family not in SERVED_FAMILIES:
-        pytest.skip("not yet on vLLM")
+    if name in HOSTS and family in RECURRENT:
+        pytest.skip("in bfloat16 alone; tests/on_vllm/test_recurrent_vllm.py")
     return engines[name](family, encoder)
 
 

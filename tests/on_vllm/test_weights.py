@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tiny_models import (
+    TINY_FAMILIES,
     VISION_FAMILIES,
     checkpoint,
     get_encoder,
@@ -14,7 +15,7 @@ from tiny_models import (
 )
 from vllm_engines import (
     INSTALLED,
-    SERVED_FAMILIES,
+    RECURRENT,
     child_process,
     count_parameters,
     end_servers,
@@ -38,6 +39,7 @@ SAMPLED = Sampling(n=3, max_new_tokens=8)
 HOSTS = {"inprocess": in_process, "process": child_process, "server": server, "parts": tensor_parallel}
 MODES = [pytest.param(mode, marks=pytest.mark.slow if mode == "parts" else ()) for mode in HOSTS]
 TOLERANCE = 1e-4
+FAMILIES = [family for family in TINY_FAMILIES if family not in RECURRENT]  # those are in test_recurrent_vllm.py
 PLACES = {  # one weight of each part: a piece of its name
     "vision tower": ("visual.blocks.0", "mlp"),
     "merger": ("visual.merger", "weight"),
@@ -49,7 +51,7 @@ PLACES = {  # one weight of each part: a piece of its name
 @pytest.fixture(scope="module", autouse=True)
 def servers():
     """Starts the servers while the other modes are tested."""
-    for family in SERVED_FAMILIES:
+    for family in FAMILIES:
         start_server(str(checkpoint(family)))
     yield
     end_servers()
@@ -70,7 +72,7 @@ def mixed_prompts(family):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("family", [each for each in VISION_FAMILIES if each in SERVED_FAMILIES])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family in VISION_FAMILIES])
 @pytest.mark.parametrize("mode", ["inprocess", pytest.param("parts", marks=pytest.mark.slow)])
 def test_each_weight_arrives(family, place, mode):
     engine, model = engine_on(HOSTS[mode](family), family, may_change=True), plain_model_at(checkpoint(family), family)
@@ -103,7 +105,7 @@ def test_adapters_arrive_merged(mode):
         assert gap(family, rollouts, plain_model(family)) > 100 * TOLERANCE, "the base would respond differently"
 
 
-@pytest.mark.parametrize("family", SERVED_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mode", MODES)
 def test_ten_updates(family, mode):
     """After each update the engine has the trainer's log-probs, also for images that it has cached before."""

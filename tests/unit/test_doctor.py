@@ -5,8 +5,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from tiny_models import checkpoint
 
 from mtrl import cli
 from mtrl.commands import doctor, installed
@@ -14,6 +16,8 @@ from mtrl.commands.doctor import GIB
 from mtrl.commands.installed import Device, Feature
 from mtrl.config import load_config
 from mtrl.memory.estimate import MemoryEstimate
+from mtrl.memory.fake_model import NotEstimated
+from mtrl.models.families import load_model_config
 from mtrl.utils import machine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +93,18 @@ def test_all_problems_are_reported_together(tmp_path, monkeypatch, capsys):
         assert sum(message in line for line in problems) == 1, message
     assert len(problems) == 8
     assert cli.main(["doctor", words[-1]]) == 2, "a configuration that does not load"
+
+
+def test_an_engine_that_cannot_sample_from_the_model(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "estimate", Mock(side_effect=NotEstimated("seconds for recurrent layers")))
+    words = ["worker.rollout.name=vllm", "worker.actor.fsdp.mixed_precision_dtype=fp32", "dataset.train_files=no.json"]
+    words += [f"worker.actor.model.model_path={checkpoint('qwen3_5')}"]
+    said = "worker.rollout.name: on a CPU vLLM computes recurrent layers in bf16 alone; set worker.rollout.name=local"
+    assert cli.main(["doctor", *words]) == 2 and f"PROBLEM  {said}" in capsys.readouterr().out
+    model, here, gpu = load_model_config(str(checkpoint("qwen3_5"))), installed.devices()[0], doctor.parse_gpu("80")
+    server = ["worker.rollout.mode=server", "worker.rollout.address=localhost:1"]
+    for device, others in ((gpu, []), (here, ["worker.rollout.name=local"]), (here, server)):
+        assert not [*doctor.check_engine(load_config(None, [*words, *others]), model, device)]
 
 
 def test_a_hub_model_that_is_not_here_is_no_fault(capsys):

@@ -8,11 +8,12 @@ import signal
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_models import fresh_backbone, get_encoder
+from tiny_models import checkpoint, fresh_backbone, get_encoder
 
 from mtrl.compose.policy import build_generator
-from mtrl.compose.vllm_engine import make_engine_arguments
+from mtrl.compose.vllm_engine import build_host, explain_no_cpu_engine, make_engine_arguments
 from mtrl.config import load_config
+from mtrl.models.families import load_model_config
 from mtrl.models.forward import Forward
 from mtrl.rollout.local import LocalGenerator
 from mtrl.rollout.vllm import settings
@@ -65,6 +66,30 @@ def test_a_child_sees_the_gpu_of_its_rank_alone(monkeypatch):
 def test_prompts_of_any_length_get_all_positions():
     words = [*WORDS, "dataset.filter_overlong_prompts=false"]
     assert make_engine_arguments(load_config(None, words), "m", torch.float32, on_gpu=False)["max_model_len"] is None
+
+
+CPU_LIMITS = {  # family, dtype: what vLLM cannot do there
+    ("qwen3_5", torch.float32): r"recurrent layers in bf16 alone; set worker\.rollout\.name=local, or .*_dtype=bf16$",
+    ("qwen3_5_moe", torch.bfloat16): r"does not take new weights of experts; set worker\.rollout\.name=local$",
+}
+
+
+@pytest.mark.parametrize(("family", "dtype"), [*CPU_LIMITS])
+def test_models_that_vllm_cannot_sample_from_on_a_cpu(family, dtype):
+    """They are refused before it starts. A server may be elsewhere."""
+    path, encoder = str(checkpoint(family)), get_encoder(family)
+    with pytest.raises(StartError, match=r"^worker\.rollout\.name: on a CPU vLLM .*" + CPU_LIMITS[family, dtype]):
+        build_host(load_config(None, WORDS), path, encoder, dtype, False, False, gets_weights=True)
+    found = make_engine_arguments(load_config(None, WORDS[:-1]), path, dtype, on_gpu=False, recurrent=True)
+    assert found["enable_prefix_caching"] is False
+    assert make_engine_arguments(load_config(None, WORDS[:-1]), path, dtype, True, False, True)["enable_prefix_caching"]
+
+
+def test_models_that_vllm_can_sample_from_on_a_cpu():
+    for family, dtype, learns in (
+        ("qwen3_5", torch.bfloat16, True), ("qwen3_5_moe", torch.bfloat16, False), ("qwen2", torch.float32, True),
+    ):  # fmt: skip
+        assert explain_no_cpu_engine(load_model_config(str(checkpoint(family))), dtype, learns) is None
 
 
 @pytest.mark.parametrize("start", [lambda: VllmInProcess({}), lambda: VllmProcess({}, None, torch.float32)])

@@ -37,6 +37,7 @@ def make_llm_arguments(
     on_gpu: bool = False,
     among_ranks: bool = False,  # whether torch.distributed is initialized in this process
     videos: bool = False,  # True: the engine reserves memory for the largest video
+    recurrent: bool = False,  # whether some layers keep a state instead of keys and values
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The arguments of `vllm.LLM`; `extra` (worker.rollout.engine_kwargs) overrides them."""
@@ -58,6 +59,8 @@ def make_llm_arguments(
     else:  # without chunked prefill, with which seeded requests crash an engine on a CPU
         arguments |= {"kv_cache_memory_bytes": CPU_CACHE, "enforce_eager": True, "enable_chunked_prefill": False}
         arguments |= {"max_num_batched_tokens": max(max_length or 32768, 8192)}
+        if recurrent:  # vLLM caches states only together with chunked prefill
+            arguments |= {"enable_prefix_caching": False}
     if among_ranks:  # it uses the existing process group; its tensor-parallel parts are in neighbouring processes
         arguments |= {"distributed_executor_backend": "external_launcher"}
         if tensor_parallel_size > 1 and not on_gpu:
