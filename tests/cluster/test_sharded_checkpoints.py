@@ -20,9 +20,9 @@ FAMILY = "qwen2_5_vl"
 BEFORE = 2  # updates before the checkpoint
 
 
-def on_rank(ranks, kind, batches, saved, target):
+def on_rank(ranks, kind, batches, saved, target, family=FAMILY):
     """Resumes from `saved`, learns and writes its own checkpoint."""
-    worker = make_worker(kind, FAMILY, MicroBatching(tokens=60, ranks=ranks), ranks)
+    worker = make_worker(kind, family, MicroBatching(tokens=60, ranks=ranks), ranks)
     parts = {"worker": WorkerHandle(worker)}
     if not ranks.is_first:
         return serve(ranks, parts)
@@ -50,25 +50,32 @@ def write(worker, target):
 
 
 @pytest.mark.parametrize(
-    "kind", ["actor", pytest.param("critic", marks=pytest.mark.slow), pytest.param("lora", marks=pytest.mark.slow)]
+    ("kind", "family"),
+    [
+        ("actor", FAMILY),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("critic", FAMILY), ("lora", FAMILY), ("actor", "qwen3_5"), ("actor", "qwen3_5_moe"))
+        ),
+    ],
 )
-def test_saved_by_two_and_resumed_by_one_and_three(kind, tmp_path):
-    batches = make_batches(kind, FAMILY, TEXT_AND_ONE_IMAGE)
-    whole = make_worker(kind, FAMILY, MicroBatching(tokens=60))
+def test_saved_by_two_and_resumed_by_one_and_three(kind, family, tmp_path):
+    batches = make_batches(kind, family, TEXT_AND_ONE_IMAGE)
+    whole = make_worker(kind, family, MicroBatching(tokens=60))
     expected = go_on(whole, kind, batches, None)
-    first, _ = run_ranks(2, on_rank, tmp_path / "two", kind, batches[:BEFORE], None, tmp_path / "saved")
+    first, _ = run_ranks(2, on_rank, tmp_path / "two", kind, batches[:BEFORE], None, tmp_path / "saved", family)
     check_metrics(first[0], expected[:BEFORE])
 
-    alone = make_worker(kind, FAMILY, MicroBatching(tokens=60))
+    alone = make_worker(kind, family, MicroBatching(tokens=60))
     check_metrics(go_on(alone, kind, batches[BEFORE:], tmp_path / "saved"), expected[BEFORE:])
     check_weights(exported_weights(alone.model), exported_weights(whole.model))
     assert alone.learner.version == len(batches)
 
     rest = batches[BEFORE:]
-    found, *_ = run_ranks(3, on_rank, tmp_path / "three", kind, rest, tmp_path / "saved", tmp_path / "again")
+    found, *_ = run_ranks(3, on_rank, tmp_path / "three", kind, rest, tmp_path / "saved", tmp_path / "again", family)
     check_metrics(found[0], expected[BEFORE:])
     assert found[1] == len(batches)
-    last = make_worker(kind, FAMILY, MicroBatching(tokens=60))
+    last = make_worker(kind, family, MicroBatching(tokens=60))
     last.restore(tmp_path / "again")
     check_weights(exported_weights(last.model), exported_weights(whole.model))
 

@@ -40,7 +40,10 @@ def test_a_text_model(tmp_path):
     check("actor", "qwen2", MIXED, tmp_path, updates=3)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2_5_vl", "qwen3_5", *(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3_vl", "qwen3_5_moe"))],
+)
 def test_an_image_on_one_rank_alone(family, tmp_path):
     """The tower runs on both, or both wait for ever."""
     check("actor", family, TEXT_AND_ONE_IMAGE, tmp_path, sizes=(2,), updates=3)
@@ -62,8 +65,9 @@ def test_a_frozen_tower(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_critic(tmp_path):
-    check("critic", "qwen2_5_vl", TEXT_AND_ONE_IMAGE, tmp_path)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
+def test_a_critic(family, tmp_path):
+    check("critic", family, TEXT_AND_ONE_IMAGE, tmp_path)
 
 
 @pytest.mark.slow
@@ -72,8 +76,9 @@ def test_token_weights_by_attention(tmp_path):
 
 
 @pytest.mark.slow
-def test_adapters(tmp_path):
-    check("lora", "qwen2_5_vl", TEXT_AND_ONE_IMAGE, tmp_path)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
+def test_adapters(family, tmp_path):
+    check("lora", family, TEXT_AND_ONE_IMAGE, tmp_path)
 
 
 @pytest.mark.slow
