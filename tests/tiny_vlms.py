@@ -65,7 +65,11 @@ def paligemma(tokenizer: PreTrainedTokenizerBase) -> Parts:
     return config, transformers.PaliGemmaProcessor(images, tokenizer)
 
 
-def gemma3(tokenizer: PreTrainedTokenizerBase, **text: Any) -> Parts:
+WINDOW = 6
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+
+
+def gemma3(tokenizer: PreTrainedTokenizerBase, text: dict[str, Any] = WINDOWS) -> Parts:
     images = transformers.Gemma3ImageProcessorPil(size=SQUARE)
     tokenizer._set_model_specific_special_tokens({f"{name}_token": f"<{name}>" for name in ("boi", "eoi", "image")})
     processor = transformers.Gemma3Processor(images, tokenizer, image_seq_length=4)
@@ -79,7 +83,7 @@ def gemma3(tokenizer: PreTrainedTokenizerBase, **text: Any) -> Parts:
 
 def gemma3_full(tokenizer: PreTrainedTokenizerBase) -> Parts:
     """Without sliding layers: only the mask of its images differs from a causal one."""
-    return gemma3(tokenizer, layer_types=["full_attention"] * 2)
+    return gemma3(tokenizer, {"layer_types": ["full_attention"] * 2})
 
 
 def internvl(tokenizer: PreTrainedTokenizerBase) -> Parts:

@@ -110,9 +110,12 @@ def make_prompt(encoder: TextEncoder, number: int) -> Prompt:
         messages = ({"role": "user", "content": content},)
         task = Task(f"check:{number}", f"question {number + 1}", messages, media=(Medium("image", None),) * len(media))
         prompt = encoder.encode(task, media)
-        if len(prompt.ids) % PREFIX_MULTIPLE:
+        if number == 0 and len(prompt.ids) <= PREFIX_MULTIPLE:  # pictures of few tokens
+            text += LONG_QUESTION
+        elif len(prompt.ids) % PREFIX_MULTIPLE:
             return prompt
-        text += " Please."
+        else:
+            text += " Please."
 
 
 def draw_picture(height: int, width: int) -> np.ndarray:

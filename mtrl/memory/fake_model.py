@@ -25,7 +25,7 @@ from mtrl.models.families import QwenVLFamily, TextEncoder, describe_error, find
 from mtrl.models.families.model_family import Features
 from mtrl.models.families.vision import rotary_positions
 from mtrl.models.load_model import DTYPES, find_model_class
-from mtrl.models.masked_attention import DocumentMask
+from mtrl.models.masked_attention import DocumentMask, MaskRule
 from mtrl.models.patches import use_padded_mlps
 from mtrl.protocols import ImageSettings
 from mtrl.types import TEXT_POOL, VISION_POOL, Prompt, Task
@@ -146,7 +146,8 @@ class FakeBackbone(Backbone):
 
     def forward_text(self, ids: Tensor, positions: Tensor, *args: Any, **options: Any) -> Tensor:
         self.live.begin("text")
-        if options.get("attention_mask") is None:
+        masks = options.get("attention_mask")
+        if masks is None or None in masks.values():
             positions = torch.arange(ids.shape[1]).expand(3, *ids.shape)  # otherwise transformers makes a mask
         hook = self.language_model.layers[0].register_forward_hook(self._mark_end)
         try:
@@ -160,7 +161,7 @@ class FakeBackbone(Backbone):
         if hidden.requires_grad:
             hidden.register_hook(lambda _: self.live.begin("end"))
 
-    def make_mask(self, documents: DocumentMask, packed: bool) -> Any:
+    def make_mask(self, documents: DocumentMask, packed: bool, rule: MaskRule) -> Any:
         if packed:
             return None
         sequences, size = documents.segment.shape

@@ -48,10 +48,11 @@ class ImageReaders:
 
 
 class PatchReader:
-    """Attention of every response token on each image token, as the mean over `layers`."""
+    """Attention of every response token on each image token, as the mean over `layers`. `windows`: of each layer the
+    number of last tokens that it sees, None for all."""
 
-    def __init__(self, groups: Sequence[ImageReaders], layers: Sequence[int]) -> None:
-        self.groups, self.layers = groups, layers
+    def __init__(self, groups: Sequence[ImageReaders], layers: Sequence[int], windows: Sequence[int | None]) -> None:
+        self.groups, self.layers, self.windows = groups, layers, windows
         self.totals = [
             torch.zeros(*each.columns.shape, len(each.vision), device=each.columns.device) for each in groups
         ]
@@ -72,7 +73,12 @@ class PatchReader:
         own = torch.einsum("khntd,knsd->khnts", chosen, key[:, columns[:, 1:]].float())
         time = torch.arange(times.stop, device=columns.device)
         own = own.masked_fill(time[None, :-1] >= time[times, None], -torch.inf)  # causal
-        weights = (torch.cat([before, own], -1) * layer.options["scaling"]).softmax(-1)
+        scores = torch.cat([before, own], -1) * layer.options["scaling"]
+        if (window := self.windows[layer.module.layer_idx]) is not None:
+            keys = torch.arange(scores.shape[-1], device=columns.device)  # the prompt, then the response
+            last = before.shape[-1] - 1 + time[times, None]
+            scores = scores.masked_fill(keys <= last - window, -torch.inf)
+        weights = scores.softmax(-1)
         seen = layer.sp_group.all_reduce_mean(weights[..., : before.shape[-1]].mean((0, 1)))
         return seen[..., group.vision] / seen[..., 1:].sum(-1, keepdim=True).clamp(min=TINY)
 

@@ -6,8 +6,8 @@ per prompt and view, however many rows contain them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,23 +19,28 @@ from mtrl.models import patches
 from mtrl.models.adapters import adapter_layers, adapter_parameters
 from mtrl.models.families import find_family
 from mtrl.models.families.model_family import Features
-from mtrl.models.masked_attention import ATTENTION, CAUSAL, FLEX_COLUMNS, AttentionReader, DocumentMask, use_attention
+from mtrl.models.layer_kinds import RECURRENT, SLIDING, layer_kinds, make_mask_rules
+from mtrl.models.masked_attention import (
+    ATTENTION,
+    CAUSAL,
+    CAUSAL_RULE,
+    FLEX_COLUMNS,
+    AttentionReader,
+    DocumentMask,
+    MaskRule,
+    use_attention,
+)
 from mtrl.models.model_size import head_width
 from mtrl.models.parallel.fsdp import compute_device
 from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
 from mtrl.models.parallel.sequence import SequenceParallelGroup, explain_indivisible_heads
-from mtrl.models.recurrent import (
-    FULL,
-    RECURRENT,
-    StateForks,
-    StateMask,
-    attention_layers,
-    explain_layers,
-    use_forked_states,
-)
+from mtrl.models.recurrent import StateForks, StateMask, explain_layers, use_forked_states
 from mtrl.models.routing import find_routers
 from mtrl.types import VISION_POOL, Prompt
 
+Mask = Tensor | BlockMask
+Masks = Mask | Mapping[str, Mask] | None  # one for all layers with attention, or one for each kind of them
+T = TypeVar("T")
 LOGITS_CHANGED_BY = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
@@ -62,8 +67,10 @@ class Backbone:
         self.vision_tower: Any = self.family.find_vision_tower(model)
         self.language_model: Any = self.family.find_language_model(model)
         use_attention(self.language_model)
-        self.attention_layers = attention_layers(self.language_model.config)
-        self.has_states = len(self.attention_layers) < self.language_model.config.num_hidden_layers
+        self.layer_kinds = layer_kinds(self.language_model.config)
+        self.attention_layers = [layer for layer, kind in enumerate(self.layer_kinds) if kind != RECURRENT]
+        self.has_states = RECURRENT in self.layer_kinds
+        self.mask_rules = make_mask_rules(self.language_model.config, self.family.image_blocks)
         if self.has_states:
             use_forked_states(self.language_model)
         self.routers = find_routers(self.language_model)
@@ -125,7 +132,7 @@ class Backbone:
         positions: Tensor,
         is_vision: Tensor | None = None,
         features: Sequence[Features | None] = (),
-        attention_mask: Tensor | BlockMask | None = None,
+        attention_mask: Masks = None,
         cache: Cache | None = None,
         readers: Sequence[AttentionReader] = (),
         state_mask: StateMask = None,
@@ -133,7 +140,7 @@ class Backbone:
         """Hidden states [B, S, H] of ids [B, S] at positions [3, B, S].
 
         `is_vision` [B, S] marks where the rows' features go, in their order. Without `attention_mask` ([B, 1, S, keys]
-        bool, or blocks) attention is causal, which suffices for right-padded rows. In a sequence-parallel
+        bool, or blocks) attention is as the model defines it for right-padded rows. In a sequence-parallel
         group S is this rank's part of the positions, and the mask is that of whole sequences. `state_mask` is the mask
         of recurrent layers: responses that continue prompts, or [B, S] which positions are no padding.
         """
@@ -148,6 +155,8 @@ class Backbone:
             assert is_vision is not None
             image = torch.cat([row.embeds for row in visual]).to(embeds.dtype)
             embeds = embeds.masked_scatter(is_vision[..., None], image)
+            if attention_mask is None and self.family.image_blocks:  # the language model does not know its images
+                attention_mask = self.make_masks(DocumentMask.from_rows(is_vision))
             if visual[0].deepstack:
                 extra["visual_pos_masks"] = is_vision
                 extra["deepstack_visual_embeds"] = [
@@ -201,22 +210,48 @@ class Backbone:
         takes_masks = self.uses_own_attention or self.language_model.config._attn_implementation == "eager"
         return takes_masks and self.family.shares_prefix
 
-    def make_mask(self, documents: DocumentMask, packed: bool) -> Tensor | BlockMask:
+    @property
+    def is_causal(self) -> bool:
+        """Whether every layer sees all earlier tokens and no later ones."""
+        return all(rule == CAUSAL_RULE for rule in self.mask_rules.values())
+
+    def make_masks(self, documents: DocumentMask, packed: bool = False) -> dict[str, Mask]:
+        """The mask of each kind of layers that have attention."""
+        rules = {kind: rule.within(documents) for kind, rule in self.mask_rules.items()}
+        masks = {rule: self.make_mask(documents, packed, rule) for rule in dict.fromkeys(rules.values())}
+        return {kind: masks[rule] for kind, rule in rules.items()}
+
+    def make_mask(self, documents: DocumentMask, packed: bool, rule: MaskRule) -> Mask:
         """The mask for the kernels of this device: blocks for one packed sequence, otherwise a matrix for each."""
         if packed and self.device.type == "cuda":
-            return documents.blocks(self.device)
-        return documents.dense().to(self.device)
+            return documents.blocks(self.device, rule)
+        return documents.dense(rule).to(self.device)
+
+    def make_step_masks(self, is_real: Tensor) -> dict[str, Mask]:
+        """The masks for one more token of each row, from which tokens so far [B, S] are no padding. The cache of layers
+        with a window holds those in the window alone."""
+        kept = {kind: slice(rule.window and -rule.window, None) for kind, rule in self.mask_rules.items()}
+        return {kind: is_real[:, None, None, columns] for kind, columns in kept.items()}
+
+    def by_layer(self, values: Mapping[str, T]) -> list[T | None]:
+        """The value of each layer, from one for each kind of layers; None where there is none."""
+        return [values.get(kind) for kind in self.layer_kinds]
 
     def make_state_forks(self, documents: DocumentMask) -> StateForks | None:
         """The mask of recurrent layers for sequences of prompts and responses; None if the model has no such layers."""
         return StateForks.from_mask(documents, self.device) if self.has_states else None
 
-    def _convert_masks(self, attention: Tensor | BlockMask | None, states: StateMask, dtype: torch.dtype) -> Any:
-        """The masks as the language model takes them."""
-        converted = None if attention is None else self._convert_mask(attention, dtype)
-        if not self.has_states or (attention is None and states is None):
-            return converted
-        return {FULL: converted, RECURRENT: states}
+    def _convert_masks(self, attention: Masks, states: StateMask, dtype: torch.dtype) -> Any:
+        """The masks as the language model takes them: by kind if it has several kinds of layers."""
+        if attention is None and states is None:
+            return None
+        masks = attention if isinstance(attention, Mapping) else dict.fromkeys(self.mask_rules, attention)
+        converted: dict[str, Any] = {
+            kind: None if mask is None else self._convert_mask(mask, dtype) for kind, mask in masks.items()
+        }
+        if self.has_states:
+            converted[RECURRENT] = states
+        return converted if len(converted) > 1 else next(iter(converted.values()))
 
     def _convert_mask(self, mask: Tensor | BlockMask, dtype: torch.dtype) -> Tensor | BlockMask:
         """The mask for the attention implementation: `eager` would add a bool mask to the scores."""
@@ -236,7 +271,8 @@ def check_supported(model: PreTrainedModel) -> None:
     if not hasattr(model, "model"):
         reasons.append("its layout (no `model` inside)")
     else:
-        reasons += explain_layers(find_family(model.config).find_language_model(model))
+        family = find_family(model.config)
+        reasons += explain_layers(family.find_language_model(model), family.sliding_windows)
     if getattr(head, "bias", None) is not None:
         reasons.append("an output layer with a bias")
     if hasattr(head, "base_layer"):  # `output_matrix` is the weight without its adapter
@@ -250,6 +286,8 @@ def explain_no_sequence_parallel(config: Any, sp_size: int) -> str | None:
     if not find_family(config).splits_sequences:
         return f"it is not known to be exact for the family {config.model_type!r}; set it to 1"
     text = config.get_text_config()
+    if SLIDING in layer_kinds(text) or find_family(config).image_blocks:
+        return "it splits no attention with sliding windows or image blocks; set it to 1"
     return explain_indivisible_heads(text.num_attention_heads, text.num_key_value_heads, sp_size)
 
 

@@ -156,7 +156,9 @@ class Forward:
         chosen, device = torch.tensor(tokens, dtype=torch.long), self.backbone.device
         sequence, column = (each[chosen].to(device) for each in layout.predictors[0])
         pool, sink = layout.pool.to(device), layout.sink.to(device)
-        reader = MapReader(pool, sink, layout.document_mask.to(device), (sequence, column), self._segments())
+        documents, index, rules = layout.document_mask.to(device), (sequence, column), self.backbone.mask_rules
+        masks = self.backbone.by_layer({kind: documents.rows(index, rule) for kind, rule in rules.items()})
+        reader = MapReader(pool, sink, masks, index, self._segments())
         self._last_states(layout, features, [reader])
         return reader.total[:, :, : len(rollouts.prompts[0].ids)].cpu()
 
@@ -247,7 +249,7 @@ class Forward:
     ) -> Tensor:
         """[B, S, H]: the last hidden states of this rank's part of the sequences."""
         device, sp_group = self.backbone.device, self.sp_group
-        mask = None if layout.causal else self.backbone.make_mask(layout.document_mask, layout.packed)
+        mask = None if layout.causal else self.backbone.make_masks(layout.document_mask, layout.packed)
         states = None if layout.causal else self.backbone.make_state_forks(layout.document_mask)
         with nullcontext() if routing is None else routing.recorder:
             hidden = self.backbone.forward_text(
@@ -303,14 +305,16 @@ class Forward:
         sequence, column = (torch.cat(each) for each in zip(layout.predictors[0], *clean, strict=True))
         corner = layout.corner((sequence, column))  # that of the first view, which comes first
         pool, sink = to_device(layout.pool[corner], device), to_device(layout.sink[corner], device)
-        mask = None if layout.causal else self.backbone.make_mask(layout.document_mask[corner], layout.packed)
+        causal = layout.causal and self.backbone.is_causal
+        masks = {} if causal else self.backbone.make_masks(layout.document_mask[corner], layout.packed)
         index = to_device(sequence, device), to_device(column, device)
-        return MassReader(pool, sink, index, self._segments(), mask)
+        return MassReader(pool, sink, index, self._segments(), self.backbone.by_layer(masks))
 
     def _make_patch_reader(self, layout: Layout, rollouts: Rollouts) -> PatchReader:
         self._check_attention()
         groups = make_image_readers(layout, rollouts, self.backbone.device)
-        return PatchReader(groups, self._segments()[SEGMENTS.index("all")])
+        windows = self.backbone.by_layer({kind: rule.window for kind, rule in self.backbone.mask_rules.items()})
+        return PatchReader(groups, self._segments()[SEGMENTS.index("all")], windows)
 
     def _segments(self) -> list[list[int]]:
         """The layers of each segment, counted among those that have attention."""

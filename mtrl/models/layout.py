@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mtrl.models.masked_attention import BLOCK, DocumentMask, whole_blocks
+from mtrl.models.masked_attention import BLOCK, DocumentMask, find_image_runs, whole_blocks
 from mtrl.types import VISION_POOL, Rollouts
 
 NOT_PROMPT = -1  # the pool of other tokens, and the segment of padding
@@ -110,7 +110,7 @@ class _Builder:
 
     def add(self, sequence: int, document: Document) -> None:
         if sequence == len(self.streams):
-            self.streams.append({name: [] for name in ("ids", "positions", "pool", "segment", "prompt")})
+            self.streams.append({name: [] for name in ("ids", "positions", "pool", "segment", "prompt", "path")})
             self.sizes.append(0)
         prompt, begin = self.rollouts.prompts[document.prompt], self.sizes[sequence]
         spans = [self.lengths[row] for row in document.rows]
@@ -123,6 +123,7 @@ class _Builder:
             "pool": torch.cat([prompt.token_pool, torch.full((total - size,), NOT_PROMPT)]),
             "segment": segments.repeat_interleave(torch.tensor([size, *spans])),
             "prompt": torch.full((total,), self.segments),
+            "path": continue_positions(torch.arange(size).expand(3, -1), spans)[0],
         }.items():
             self.streams[sequence][name].append(piece)
         self._record(sequence, document, begin, size)
@@ -155,12 +156,13 @@ class _Builder:
             sequence = torch.tensor([number for number, _ in pairs]).repeat_interleave(torch.tensor(self.lengths))
             return sequence, torch.cat([columns for _, columns in pairs])
 
+        pool, segment, prompt = (stack(name, NOT_PROMPT) for name in ("pool", "segment", "prompt"))
         return Layout(
             documents,
             stack("ids"),
             stack("positions").permute(2, 0, 1),
-            stack("pool", NOT_PROMPT),
-            DocumentMask(stack("segment", NOT_PROMPT), stack("prompt", NOT_PROMPT)),
+            pool,
+            DocumentMask(segment, prompt, stack("path"), find_image_runs(pool == VISION_POOL)),
             packed,
             causal=not packed and all(len(document.rows) == 1 for document in documents),
             predictors=[join_predictors(view) for view in range(views)],

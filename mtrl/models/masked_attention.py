@@ -15,7 +15,7 @@ over single tokens only the matrix rows of a few positions are computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -108,52 +108,105 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 # --------------------------------------------------------------------------------------------------------------- masks
+@dataclass(frozen=True)
+class MaskRule:
+    """What the attention of a layer sees of a prompt and a response, beyond the order of tokens.
+
+    `window`: only this many of the last tokens, the token itself among them, as transformers counts. `image_blocks`:
+    consecutive image tokens see one another, the later ones too; a window still hides those that are too far back.
+    """
+
+    window: int | None = None
+    image_blocks: bool = False
+
+    def attends(self, before: Tensor, query: DocumentMask, key: DocumentMask) -> Tensor:
+        """Whether queries see keys. All tensors broadcast; `before`: the key is not in a later column."""
+        own = query.segment == key.segment
+        seen = before & (own | (query.prompt == key.segment))
+        if self.image_blocks:
+            seen = seen | (own & (query.image == key.image) & (query.image >= 0))
+        if self.window is not None:
+            seen = seen & (key.path > query.path - self.window)
+        return seen
+
+    def within(self, documents: DocumentMask) -> MaskRule:
+        """The rule without what changes nothing in these sequences."""
+        reached = self.window is not None and int(documents.path.max()) >= self.window
+        has_images = self.image_blocks and bool((documents.image >= 0).any())
+        return MaskRule(self.window if reached else None, has_images)
+
+
+CAUSAL_RULE = MaskRule()
+
+
 @dataclass(frozen=True, eq=False)
 class DocumentMask:
     """The attention mask of sequences of prompts and responses. A sequence has segments: a prompt, or one response.
 
-    A position attends to earlier positions of its own segment and of its prompt. Two prompts, the first with two
-    responses, and padding:
+    A position attends to earlier positions of its own segment and of its prompt. Two prompts, the first with an image
+    and two responses, and padding:
 
-    segment  [0 0 0 1 1 2 2  3 3 4 4  -1]
-    prompt   [0 0 0 0 0 0 0  3 3 3 3  -1]
+    segment  [0  0 0 1 1 2 2   3  3  4  4  -1]
+    prompt   [0  0 0 0 0 0 0   3  3  3  3  -1]
+    path     [0  1 2 3 4 3 4   0  1  2  3   0]
+    image    [-1 1 1 -1 ..                 -1]
     """
 
     segment: Tensor  # [B, S]
     prompt: Tensor  # [B, S] the segment of each position's prompt
+    path: Any = None  # [B, S] how many tokens of its own sequence, prompt and response, are before it; for windows
+    image: Any = None  # [B, S] the column where its run of image tokens begins, -1 elsewhere; for image blocks
+
+    @classmethod
+    def from_rows(cls, is_vision: Tensor, is_real: Tensor | None = None) -> DocumentMask:
+        """Rows [B, S] without responses. Each token of padding sees itself: a softmax over no keys is NaN."""
+        columns = torch.arange(is_vision.shape[1], device=is_vision.device).expand(is_vision.shape)
+        segment = torch.zeros_like(columns) if is_real is None else torch.where(is_real, 0, -1 - columns)
+        return cls(segment, segment, columns, find_image_runs(is_vision))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> DocumentMask:
+        path, image = (None if each is None else function(each) for each in (self.path, self.image))
+        return DocumentMask(function(self.segment), function(self.prompt), path, image)
 
     def __getitem__(self, corner: tuple[slice, slice]) -> DocumentMask:
-        return DocumentMask(self.segment[corner], self.prompt[corner])
+        return self.map(lambda each: each[corner])
 
     def to(self, device: torch.device) -> DocumentMask:
-        return DocumentMask(to_device(self.segment, device), to_device(self.prompt, device))
+        return self.map(lambda each: to_device(each, device))
 
-    def rows(self, index: tuple[Tensor, Tensor]) -> Tensor:
+    def rows(self, index: tuple[Tensor, Tensor], rule: MaskRule = CAUSAL_RULE) -> Tensor:
         """[M, S] bool: the mask's rows of M positions (their sequences and columns)."""
         sequences, columns = index
-        segment, own = self.segment[sequences], self.segment[index][:, None]
-        before = torch.arange(segment.shape[1], device=columns.device) <= columns[:, None]
-        return before & ((segment == own) | (segment == self.prompt[index][:, None]))
+        before = torch.arange(self.segment.shape[1], device=columns.device) <= columns[:, None]
+        return rule.attends(before, self.map(lambda each: each[index][:, None]), self.map(lambda each: each[sequences]))
 
-    def dense(self) -> Tensor:
+    def dense(self, rule: MaskRule = CAUSAL_RULE) -> Tensor:
         """[B, 1, S, S] bool: the mask as a matrix of positions."""
         size = self.segment.shape[1]
-        causal = torch.ones(size, size, dtype=torch.bool, device=self.segment.device).tril()
-        own = self.segment[:, :, None] == self.segment[:, None, :]
-        shared = self.prompt[:, :, None] == self.segment[:, None, :]
-        return (causal & (own | shared))[:, None]
+        before = torch.ones(size, size, dtype=torch.bool, device=self.segment.device).tril()
+        query, key = self.map(lambda each: each[:, :, None]), self.map(lambda each: each[:, None, :])
+        return rule.attends(before, query, key)[:, None]
 
-    def blocks(self, device: torch.device) -> BlockMask:
+    def blocks(self, device: torch.device, rule: MaskRule = CAUSAL_RULE) -> BlockMask:
         """The mask of one packed sequence as blocks, computed from segments: no matrix of positions is ever made."""
         assert len(self.segment) == 1 and self.segment.shape[1] % BLOCK == 0, "one sequence of whole blocks"
-        some, whole = visible_blocks(self.segment[0], self.prompt[0])
-        segment, prompt = to_device(self.segment[0], device), to_device(self.prompt[0], device)
+        sequence = self.map(lambda each: each[0])
+        some, whole = visible_blocks(sequence, rule)
+        path, image = sequence.path if rule.window else None, sequence.image if rule.image_blocks else None
+        sequence = replace(sequence, path=path, image=image).to(device)  # what the rule reads
 
         def attends(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (q >= k) & ((segment[q] == segment[k]) | (prompt[q] == segment[k]))
+            return rule.attends(q >= k, sequence.map(lambda each: each[q]), sequence.map(lambda each: each[k]))
 
         partial, full = (list_blocks(blocks, device) for blocks in (some & ~whole, whole))
         return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=attends)
+
+
+def find_image_runs(is_vision: Tensor) -> Tensor:
+    """[.., S]: the column where each run of image tokens begins, -1 at other tokens."""
+    columns = torch.arange(is_vision.shape[-1], device=is_vision.device)
+    begins = is_vision & ~F.pad(is_vision[..., :-1], (1, 0))
+    return columns.where(begins, 0).cummax(-1).values.where(is_vision, -1)
 
 
 def whole_blocks(size: int) -> int:
@@ -161,12 +214,36 @@ def whole_blocks(size: int) -> int:
     return max(2, -(-size // BLOCK)) * BLOCK
 
 
-def visible_blocks(segment: Tensor, prompt: Tensor) -> tuple[Tensor, Tensor]:
-    """Two [blocks, blocks] bools: where some position of a block attends to one of another, and where all do to all."""
+def visible_blocks(sequence: DocumentMask, rule: MaskRule = CAUSAL_RULE) -> tuple[Tensor, Tensor]:
+    """Two [blocks, blocks] bools: where some position of a block attends to one of another, and where all do to all.
+
+    Windows and image blocks make them a bound: some more in the first, some less in the second. The kernel then looks
+    at single positions.
+    """
+    some, whole = visible_segments(sequence.segment, sequence.prompt)
+    if rule.image_blocks:
+        runs, index = sequence.image.unique(return_inverse=True)
+        holds = hold_names(index, len(runs))[:, runs >= 0]
+        some = some | (holds @ holds.T > 0)
+    if rule.window is not None:
+        first, last = sequence.path.view(-1, BLOCK).aminmax(dim=1)
+        some = some & (last[None, :] > first[:, None] - rule.window)
+        whole = whole & (first[None, :] > last[:, None] - rule.window)
+    return some, whole
+
+
+def hold_names(index: Tensor, names: int) -> Tensor:
+    """[blocks, names]: 1 where a block has a position of this name."""
+    holds = torch.zeros(len(index) // BLOCK, names)
+    holds[torch.arange(len(index)) // BLOCK, index] = 1
+    return holds
+
+
+def visible_segments(segment: Tensor, prompt: Tensor) -> tuple[Tensor, Tensor]:
+    """`visible_blocks` by segments alone, exactly."""
     names, index = segment.unique_consecutive(return_inverse=True)
-    size = len(segment) // BLOCK
-    holds = torch.zeros(size, len(names))
-    holds[torch.arange(size).repeat_interleave(BLOCK), index] = 1
+    holds = hold_names(index, len(names))
+    size = len(holds)
     prompt_of = torch.empty_like(names).scatter_(0, index, prompt)
     to_own = torch.eye(len(names))
     to_prompt = ((prompt_of[:, None] == names[None, :]) & (names[:, None] != names[None, :])).float()
@@ -195,8 +272,8 @@ class MassReader:
 
     `pool` [B, S] holds the pool of every prompt token and is negative elsewhere; the sink, a prompt's first token, does
     not count. `index` are the sequences and columns of the M positions to read. B and S may be smaller than the pass's:
-    a corner with the positions and all that they attend to (`mask`) suffices. A segment without layers (a model of one
-    or two has no late third) stays NaN.
+    a corner with the positions and all that they attend to suffices. `masks` are those of the corner, by layer. A
+    segment without layers (a model of one or two has no late third) stays NaN.
     """
 
     def __init__(
@@ -205,12 +282,12 @@ class MassReader:
         sink: Tensor,
         index: tuple[Tensor, Tensor],
         segments: Sequence[Sequence[int]],
-        mask: Tensor | BlockMask | None,
+        masks: Sequence[Tensor | BlockMask | None],
     ) -> None:
         counted = ~sink & (pool >= 0)
         columns = [(pool == TEXT_POOL) & counted, (pool == VISION_POOL) & counted, counted]
         self.indicator = torch.stack(columns, -1)  # [B, S, 3]
-        self.index, self.segments, self.mask = index, segments, mask
+        self.index, self.segments, self.masks = index, segments, masks
         self.total = torch.zeros(len(index[0]), len(segments), 2, device=pool.device)
         for number in (number for number, layers in enumerate(segments) if not layers):
             self.total[:, number] = torch.nan
@@ -218,9 +295,10 @@ class MassReader:
     def observe(self, layer: AttentionLayer, value: Tensor) -> None:
         sequences, size, _ = self.indicator.shape
         query, key = (each[:sequences, :, :size] for each in (layer.query, layer.key))
+        mask = self.masks[layer.module.layer_idx]
         # sdpa makes the matrix unless its values are as wide as the model's own.
-        columns = FLEX_COLUMNS if isinstance(self.mask, BlockMask) else value.shape[3]
-        corner = replace(layer, query=query, key=key, mask=self.mask)
+        columns = FLEX_COLUMNS if isinstance(mask, BlockMask) else value.shape[3]
+        corner = replace(layer, query=query, key=key, mask=mask)
         self.add(layer, corner.attend(self.values(columns, like=value)))
 
     def values(self, columns: int, like: Tensor) -> Tensor:
@@ -238,27 +316,29 @@ class MassReader:
 class MapReader:
     """Attention of a few chosen positions on every prompt token, as the mean over the layers of each segment.
 
-    The same shares as `MassReader`, before they are summed over the pools: M positions cost M rows of S keys.
+    The same shares as `MassReader`, before they are summed over the pools: M positions cost M rows of S keys. `masks`
+    are these rows, by layer.
     """
 
     def __init__(
         self,
         pool: Tensor,
         sink: Tensor,
-        documents: DocumentMask,
+        masks: Sequence[Tensor | None],
         index: tuple[Tensor, Tensor],
         segments: Sequence[Sequence[int]],
     ) -> None:
         self.counted = (~sink & (pool >= 0))[index[0]]  # [M, S]
-        self.mask = documents.rows(index)
-        self.index, self.segments = index, segments
+        self.masks, self.index, self.segments = masks, index, segments
         self.total = torch.zeros(len(index[0]), len(segments), pool.shape[1], device=pool.device)
 
     def observe(self, layer: AttentionLayer, value: Tensor) -> None:
         rows, columns = self.index
         query = layer.query[rows, :, columns].unflatten(1, (layer.key.shape[1], -1))  # [M, key heads, sharing heads, D]
         scores = torch.einsum("mkhd,mksd->mkhs", query.float(), layer.key[rows].float()) * layer.options["scaling"]
-        weights = scores.masked_fill(~self.mask[:, None, None], -torch.inf).softmax(-1).mean((1, 2))
+        mask = self.masks[layer.module.layer_idx]
+        assert mask is not None, "a layer with attention"
+        weights = scores.masked_fill(~mask[:, None, None], -torch.inf).softmax(-1).mean((1, 2))
         counted = layer.sp_group.all_reduce_mean(weights).where(self.counted, 0.0)
         shares = counted / counted.sum(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         add_to_segments(self.total, self.segments, layer, shares)

@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification
 
 from mtrl.models.families import VISION_FAMILIES, find_family, load_model_config
+from mtrl.models.layer_kinds import attention_layers
 from mtrl.models.load_model import build_empty
-from mtrl.models.recurrent import attention_layers, count_states
+from mtrl.models.recurrent import count_states
 
 
 @dataclass(frozen=True)

@@ -87,10 +87,9 @@ def plain_inputs(inputs: Mapping[str, Tensor], prompt: Prompt, response: Tensor)
     """Arguments of the model's own forward for this one row, from an encoder's inputs: images and videos separate."""
     ids = torch.cat([prompt.ids, response])[None]
     row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if "image_grid_thw" not in inputs and "mm_token_type_ids" not in inputs:  # not Qwen's: arguments as they are
-        return row | {name: value for name, value in inputs.items() if name != "position_ids"}
-    if "mm_token_type_ids" in inputs:
-        row["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(response)])[None]
+    for name in ("mm_token_type_ids", "token_type_ids"):  # what is an image
+        if name in inputs:
+            row[name] = torch.cat([inputs[name], torch.zeros_like(response)])[None]
     if "image_grid_thw" not in inputs:  # no media, or one entry of every argument for each image
         return row | {name: each for name, each in inputs.items() if name not in ("position_ids", *row)}
     clips, grids = [medium.clip for medium in prompt.task.media], inputs["image_grid_thw"]

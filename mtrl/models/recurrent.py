@@ -23,9 +23,9 @@ from transformers.activations import ACT2FN
 
 from mtrl.models.delta_rule import gated_delta_rule
 from mtrl.models.device_copy import to_device
+from mtrl.models.layer_kinds import FULL, RECURRENT, SLIDING, attention_layers, layer_kinds
 from mtrl.models.masked_attention import DocumentMask
 
-FULL, RECURRENT = "full_attention", "linear_attention"  # transformers' names of layers, in `layer_types`
 TAPS = 3  # earlier inputs that the convolution of a layer reads
 PARTS = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "conv1d", "A_log", "dt_bias", "norm", "out_proj")
 CHUNK_RULE = "torch_chunk_gated_delta_rule"  # in the modeling files of transformers
@@ -88,12 +88,6 @@ class StateForks:
 StateMask = StateForks | Tensor | None
 
 
-def attention_layers(config: Any) -> list[int]:
-    """The layers that have attention, from a language model's config."""
-    kinds = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
-    return [layer for layer, kind in enumerate(kinds) if kind != RECURRENT]
-
-
 def count_states(config: Any) -> int:
     """Numbers that the recurrent layers keep for a row: their states, and the inputs of their convolutions."""
     if not (layers := config.num_hidden_layers - len(attention_layers(config))):
@@ -104,17 +98,16 @@ def count_states(config: Any) -> int:
     return layers * (values * config.linear_key_head_dim + taps)
 
 
-def explain_layers(language_model: Any) -> list[str]:
-    """Why some layers of a language model would be computed wrongly."""
-    config = language_model.config
-    kinds = getattr(config, "layer_types", None)  # None: all layers are alike
+def explain_layers(language_model: Any, sliding_windows: bool) -> list[str]:
+    """Why some layers of a language model would be computed wrongly. `sliding_windows`: its family has them."""
+    kinds = layer_kinds(language_model.config)
     reasons = []
-    if "sliding_attention" in kinds if kinds else getattr(config, "sliding_window", None):
+    if SLIDING in kinds and not sliding_windows:
         reasons.append("sliding attention")
-    if others := set(kinds or ()) - {FULL, RECURRENT, "sliding_attention"}:
+    if others := set(kinds) - {FULL, RECURRENT, SLIDING}:
         reasons.append(f"layers of the kind {', '.join(sorted(others))}")
     modules: list[Any] = [getattr(layer, "linear_attn", None) for layer in language_model.layers]
-    states = [module for module, kind in zip(modules, kinds or (), strict=False) if kind == RECURRENT]
+    states = [module for module, kind in zip(modules, kinds, strict=False) if kind == RECURRENT]
     if not all(all(hasattr(module, part) for part in PARTS) for module in states):
         reasons.append("its recurrent layers")
     elif any(module.conv1d.kernel_size[0] != TAPS + 1 for module in states):

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mtrl.models.backbone import Backbone, Cache, prompt_positions, vision_tokens
+from mtrl.models.masked_attention import DocumentMask
 from mtrl.models.model_size import ModelSize, model_size
 from mtrl.models.routing import ExpertRecorder
 from mtrl.protocols import PromptEncoder
@@ -215,17 +216,14 @@ class Decoding:
         inputs = [self.engine.encoder.inputs(prompt, device=self.engine.backbone.device) for prompt in self.prompts]
         positions = [prompt_positions(each) for each in inputs]
         keys = left_pad([torch.ones(len(prompt.ids), dtype=torch.bool) for prompt in self.prompts])
-        size = keys.shape[1]
-        causal = torch.ones(size, size, dtype=torch.bool).tril()
-        # A padding position sees itself, since a softmax over no keys is NaN.
-        mask = (causal & keys[:, None, :]) | torch.eye(size, dtype=torch.bool)
+        is_vision = left_pad([vision_tokens(prompt) for prompt in self.prompts])
         cache = backbone.new_cache()
         hidden = backbone.forward_text(
             left_pad([prompt.ids for prompt in self.prompts]).to(backbone.device),
             left_pad([p.T for p in positions]).permute(2, 0, 1).to(backbone.device),
-            left_pad([vision_tokens(prompt) for prompt in self.prompts]).to(backbone.device),
+            is_vision.to(backbone.device),
             backbone.encode_images(inputs),
-            attention_mask=None if keys.all() else mask[:, None].to(backbone.device),
+            attention_mask=None if keys.all() else backbone.make_masks(DocumentMask.from_rows(is_vision, keys)),
             cache=cache,
             state_mask=None if keys.all() else keys.to(backbone.device),
         )
@@ -238,7 +236,7 @@ class Decoding:
     def _step(self, tokens: Tensor, position: Tensor, keys: Tensor | None, cache: Cache) -> tuple[Tensor, Tensor]:
         """Reads one more token of every row in the cache: its hidden state [rows, H] and its experts. `keys` None: all
         are real."""
-        mask = None if keys is None else keys[:, None, None, :]
+        mask = None if keys is None else self.engine.backbone.make_step_masks(keys)
         positions = position[None, :, None].expand(3, -1, -1)
         hidden = self.engine.backbone.forward_text(tokens[:, None], positions, attention_mask=mask, cache=cache)
         return hidden[:, 0], self.experts.take(len(hidden), hidden.device)[:, 0]

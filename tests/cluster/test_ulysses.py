@@ -153,7 +153,7 @@ def test_more_ranks_than_heads_of_keys(family, tmp_path):
 def by_blocks(ranks):
     """Signals by the mask that a GPU has, in blocks."""
     backbone = fresh_backbone("qwen3_vl")
-    backbone.ranks, backbone.make_mask = in_one_group(ranks), lambda documents, packed: documents.blocks(CPU)
+    backbone.ranks, backbone.make_mask = in_one_group(ranks), lambda documents, packed, rule: documents.blocks(CPU)
     rollouts = random_rollouts(prompts_for("qwen3_vl"), *MIXED)
     forward = Forward(backbone, get_encoder("qwen3_vl"), packed=True)
     return forward.signals(rollouts, Needs("old_logprobs", "attention_mass"))

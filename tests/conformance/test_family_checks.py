@@ -97,7 +97,7 @@ def test_every_family_passes_in_bf16(family):
 def leak(monkeypatch):
     """Responses see the earlier ones of their group."""
     dense = DocumentMask.dense
-    monkeypatch.setattr(DocumentMask, "dense", lambda mask: torch.ones_like(dense(mask)).tril())
+    monkeypatch.setattr(DocumentMask, "dense", lambda mask, rule: torch.ones_like(dense(mask, rule)).tril())
 
 
 def wrong_positions(monkeypatch):

@@ -1,13 +1,29 @@
 """Document masks, their block form for a kernel, and attention mass against whole matrices."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from helpers import fake_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import random_rollouts
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+from transformers import Gemma3TextConfig
+from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model, get_block_sequence_ids_for_mask
 
-from mtrl.models.masked_attention import BLOCK, DocumentMask, MassReader, attention, visible_blocks, whole_blocks
+from mtrl.models.layout import lay_out
+from mtrl.models.masked_attention import (
+    BLOCK,
+    DocumentMask,
+    MaskRule,
+    MassReader,
+    attention,
+    find_image_runs,
+    visible_blocks,
+    whole_blocks,
+)
 from mtrl.types import NO_POOL, TEXT_POOL, VISION_POOL
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # on a CPU, on purpose
@@ -52,7 +68,7 @@ def test_blocks_equal_the_matrix(documents, padding):
     dense = sight.dense()[0, 0]
     size = len(dense) // BLOCK
     by_block = dense.view(size, BLOCK, size, BLOCK).transpose(1, 2).flatten(2)
-    some, whole = visible_blocks(sight.segment[0], sight.prompt[0])
+    some, whole = visible_blocks(sight.map(lambda each: each[0]))
     assert torch.equal(some, by_block.any(-1))
     assert torch.equal(whole, by_block.all(-1))
 
@@ -97,7 +113,7 @@ def test_attention_and_mass_equal_the_matrix(kind):
     sink = torch.zeros(1, 256, dtype=torch.bool)
     sink[0, [0, 180]] = True
     places = (torch.zeros(4, dtype=torch.long), torch.tensor([99, 120, 160, 230]))
-    reader = MassReader(pool, sink, places, [range(1), range(2), range(1, 2)], mask)
+    reader = MassReader(pool, sink, places, [range(1), range(2), range(1, 2)], [mask])
     output, _ = attention(make_module(), query, key, value, mask, readers=[reader], scaling=0.5, dropout=0.0)
     weights = matrix(query, key, dense, 0.5)
     expected = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
@@ -127,7 +143,7 @@ def test_the_mass_of_a_corner_is_that_of_the_whole(kind):
     for corner in (slice(1), slice(512)), (slice(1), slice(whole_blocks(179))):
         seen = sight[corner]
         mask = seen.dense() if kind == "matrix" else seen.blocks(torch.device("cpu"))
-        reader = MassReader(pool[corner], sink[corner], places, [range(1)], mask)
+        reader = MassReader(pool[corner], sink[corner], places, [range(1)], [mask])
         reader.add = lambda layer, output, add=reader.add: read.append(output.shape[1]) or add(layer, output)
         attention(make_module(), *heads(512), sight.dense(), readers=[reader], scaling=0.5, dropout=0.0)
         totals.append(reader.total)
@@ -157,7 +173,7 @@ def test_a_prompt_with_only_the_sink_has_no_mass():
     query, key, value = heads(4)
     pool = torch.tensor([[TEXT_POOL, -1, -1, -1]])
     mask = make_document_mask([[1, 3]], 4).dense()
-    reader = MassReader(pool, pool >= 0, (torch.zeros(1, dtype=torch.long), torch.tensor([3])), [range(1)], mask)
+    reader = MassReader(pool, pool >= 0, (torch.zeros(1, dtype=torch.long), torch.tensor([3])), [range(1)], [mask])
     attention(make_module(), query, key, value, mask, readers=[reader], scaling=1.0, dropout=0.0)
     assert (reader.total == 0).all()
 
@@ -171,3 +187,82 @@ def test_blocks_go_to_flex_attention(monkeypatch):
     sight = make_document_mask([[100, 28]], 128)
     attention(make_module(), *heads(128), sight.blocks(torch.device("cpu")), scaling=1.0, dropout=0.0)
     assert calls
+
+
+# ---------------------------------------------------------------------------------------------- windows, image blocks
+def transformers_masks(is_image, window):
+    """What transformers makes for a Gemma 3 that reads one row: with a window, and without."""
+    config = Gemma3TextConfig(sliding_window=window, num_hidden_layers=1)
+    config._attn_implementation = "sdpa"
+    blocks = get_block_sequence_ids_for_mask(is_image.long())
+    embeds = torch.zeros(*is_image.shape, 1)
+    masks = create_masks_for_vision_model(config, embeds, None, None, None, blocks)
+    return masks["sliding_attention"][0, 0], masks["full_attention"][0, 0]
+
+
+IMAGES = torch.tensor([[0, 1, 1, 1, 0, 1, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0]]).bool()
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 15, 16, 40])
+def test_rows_equal_those_of_transformers(window):
+    rows = DocumentMask.from_rows(IMAGES)
+    sliding, full = transformers_masks(IMAGES, window)
+    assert torch.equal(rows.dense(MaskRule(window, image_blocks=True))[0, 0], sliding)
+    assert torch.equal(rows.dense(MaskRule(None, image_blocks=True))[0, 0], full)
+    text, _ = transformers_masks(torch.zeros_like(IMAGES), window)
+    assert torch.equal(rows.dense(MaskRule(window))[0, 0], text)
+
+
+@pytest.mark.parametrize("window", [1, 3, 7, 14])
+@pytest.mark.parametrize("packed", [False, True])
+def test_each_response_sees_what_it_sees_alone(window, packed):
+    """The rows of its own columns are the mask of prompt and response alone; it sees nothing else."""
+    pool = IMAGES[0, :10] * VISION_POOL
+    prompt = replace(fake_prompt("two images"), ids=torch.arange(10), token_pool=pool)
+    rollouts = random_rollouts([prompt, prompt], [0, 0, 0, 1, 1], [9, 3, 0, 5, 2])
+    layout = lay_out(rollouts, [torch.arange(10).expand(3, -1)] * 2, packed=packed)
+    documents, rule = layout.document_mask, MaskRule(window, image_blocks=True)
+    dense = documents.dense(rule)[:, 0]
+    for segment in (each for each in documents.segment.unique().tolist() if each >= 0):
+        sequence, columns = (documents.segment == segment).nonzero().unbind(1)
+        first = int(documents.prompt[sequence[0], columns[0]])
+        own = ((documents.segment[sequence[0]] == first) | (documents.segment[sequence[0]] == segment)).nonzero()[:, 0]
+        alone, _ = transformers_masks(layout.is_vision[sequence[0], own][None], window)
+        found = dense[sequence[0], columns]
+        assert torch.equal(found[:, own], alone[-len(columns) :])
+        assert found.sum() == found[:, own].sum(), "nothing else"
+        assert torch.equal(documents.rows((sequence, columns), rule), found)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(LENGTHS, min_size=1, max_size=3), st.integers(1, 300), st.integers(0, 99))
+def test_blocks_with_windows_and_images_equal_the_matrix(documents, window, seed):
+    tokens = sum(map(sum, documents))
+    sight = make_document_mask(documents, whole_blocks(tokens))
+    path = torch.cat([torch.arange(sum(each[:1]) * (i > 0), sum(each[:1]) * (i > 0) + n)
+                      for each in documents for i, n in enumerate(each)])  # fmt: skip
+    path = torch.nn.functional.pad(path, (0, whole_blocks(tokens) - tokens))[None]
+    noise = torch.rand(path.shape[1] // 16 + 1, generator=torch.Generator().manual_seed(seed)) < 0.3
+    is_image = noise.repeat_interleave(16)[None, : path.shape[1]] & (sight.segment == sight.prompt)
+    sight = DocumentMask(sight.segment, sight.prompt, path, find_image_runs(is_image))
+    for rule in (MaskRule(window), MaskRule(None, True), MaskRule(window, True)):
+        dense = sight.dense(rule)
+        size = dense.shape[-1] // BLOCK
+        by_block = dense.view(size, BLOCK, size, BLOCK).transpose(1, 2).flatten(2)
+        some, whole = visible_blocks(sight.map(lambda each: each[0]), rule)
+        assert (some | ~by_block.any(-1)).all() and (by_block.all(-1) | ~whole).all()
+    mask = sight.blocks(torch.device("cpu"), rule)
+    assert torch.equal(create_mask(mask.mask_mod, 1, 1, *dense.shape[-2:], device="cpu"), dense)
+
+
+def test_one_graph_of_windows_and_image_blocks():
+    """flex_attention is traced without a break, and once for all lengths."""
+    torch._dynamo.reset()
+    counters.clear()
+    traced = torch.compile(flex_attention, dynamic=True, backend="eager", fullgraph=True)
+    for size in (640, 896):  # no number of blocks is a number of heads, which would be one symbol
+        rows = DocumentMask.from_rows(torch.arange(size)[None] % 50 < 20)
+        with torch.no_grad():
+            blocks = rows.blocks(torch.device("cpu"), MaskRule(40, image_blocks=True))
+            traced(*heads(size), block_mask=blocks, scale=0.5, enable_gqa=True)
+    assert counters["stats"]["unique_graphs"] == 1

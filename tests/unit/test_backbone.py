@@ -23,8 +23,8 @@ from transformers import (
     GPT2Config,
     GraniteConfig,
     LlamaConfig,
-    MistralConfig,
     PhiConfig,
+    Starcoder2Config,
     vision_utils,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -369,7 +369,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "nu
 ODD_MODELS = {
     "final_logit_softcapping, sliding attention": Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=16),
     "logits_scaling": GraniteConfig(**SIZES, logits_scaling=4.0),
-    "sliding attention": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=8),
+    "sliding attention": Starcoder2Config(**SIZES, num_key_value_heads=2, sliding_window=8),
     "an output layer with a bias": PhiConfig(**SIZES),
     "its layout": GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64),
 }

@@ -33,6 +33,8 @@ from mtrl.models.families.qwen_tower import QwenVLFamily as QwenVLFamily
 from mtrl.models.families.qwen_vl import QwenVLEncoder as QwenVLEncoder
 from mtrl.models.families.text import TextEncoder as TextEncoder
 from mtrl.models.families.undescribed import HOW_TO_ADD
+from mtrl.models.families.undescribed import ProcessorEncoder as ProcessorEncoder
+from mtrl.models.families.undescribed import ProcessorImageEncoder as ProcessorImageEncoder
 from mtrl.models.families.undescribed import UndescribedFamily as UndescribedFamily
 from mtrl.models.families.vision_encoder import VisionEncoder as VisionEncoder
 from mtrl.protocols import VideoSettings

@@ -65,6 +65,9 @@ class ModelFamily:
     `shares_prefix`: the responses of a group may follow one copy of their prompt, since a token depends on earlier ones
     only through positions, the attention mask and states that can be forked. `splits_sequences`: sequence parallelism
     is exact. Both are claims that tests/conformance checks.
+
+    `sliding_windows` and `image_blocks` say what attention sees besides all earlier tokens: layers that the config
+    calls `sliding_attention` see the last `sliding_window` ones; tokens of an image see one another in all layers.
     """
 
     encoder: ClassVar[type[TextEncoder]] = TextEncoder
@@ -73,6 +76,8 @@ class ModelFamily:
     vision_layers: ClassVar[str | None] = None  # None: the longest list of modules in the tower
     projector: ClassVar[str | None] = None
     position_axes: ClassVar[int] = 1  # 3: rotary positions in time, height and width
+    sliding_windows: bool = False
+    image_blocks: bool = False
     shares_prefix: bool = False
     splits_sequences: bool = False
 
@@ -119,7 +124,8 @@ class ModelFamily:
 
 class TextFamily(ModelFamily):
     def __init__(self, model_type: str) -> None:
-        self.shares_prefix = self.splits_sequences = model_type in SHARED_PREFIX_TEXT_FAMILIES
+        tested = model_type in SHARED_PREFIX_TEXT_FAMILIES
+        self.shares_prefix = self.splits_sequences = self.sliding_windows = tested
 
 
 SHARED_PREFIX_TEXT_FAMILIES = ("qwen2", "qwen3", "llama", "mistral")  # tested

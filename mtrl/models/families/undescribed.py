@@ -95,8 +95,10 @@ class ProcessorEncoder(VisionEncoder):
     def inputs(
         self, prompt: Prompt, media: Sequence[np.ndarray] | None = None, device: torch.device | None = None
     ) -> dict[str, Tensor]:
-        """position_ids [L], and for images what the Processor returns."""
+        """position_ids [L], for images what the Processor returns, and token_type_ids if a mask is made of them."""
         inputs = {"position_ids": torch.arange(len(prompt.ids))}
+        if "token_type_ids" in self.processor.model_input_names:
+            inputs["token_type_ids"] = (prompt.token_pool == VISION_POOL).long()
         if media := self._check_view(prompt, media):
             given = self._process(len(media) * self._marks["image"], media, whole=False)
             inputs |= {name: value for name, value in given.items() if name not in PER_TOKEN}

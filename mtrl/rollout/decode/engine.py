@@ -43,6 +43,8 @@ def explain_local_engine(backbone: Backbone) -> str | None:
 
 def explain_unsupported_model(backbone: Backbone) -> str | None:
     """Why this engine cannot decode a model on any device; None if it can on a GPU."""
+    if not backbone.is_causal:
+        return "sliding windows and image blocks are not supported"
     return explain_unsupported(backbone.language_model, backbone.model.get_output_embeddings())
 
 
