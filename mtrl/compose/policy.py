@@ -132,14 +132,14 @@ def build_encoder(config: Config) -> TextEncoder:
 
 
 def check_undescribed(config: Config) -> None:
-    """Refuse what a model of a family that nobody described does not have."""
+    """Refuse what a model whose prompts come from its own Processor does not have."""
     training = config.training
     wrong = {
         "training.n_gpus_per_node": training.nnodes * training.n_gpus_per_node > 1,
         "worker.rollout.name": config.engine_name == "vllm",
         "training.record_attention_maps": training.record_attention_maps,
     }
-    reason = "not available for a family that is not described"
+    reason = "not available for prompts by the checkpoint's own Processor"
     if errors := [f"{key}: {reason}; {HOW_TO_ADD}" for key, is_set in wrong.items() if is_set]:
         raise ConfigError(errors)
 
