@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -130,3 +131,8 @@ def fake_experience(
     if token_weights is not None:
         rewards = replace(rewards, token_weights=token_weights)
     return Experience(rollouts, rewards, signals or Signals(), advantage, credit=credit)
+
+
+def slow_but(values, *quick):
+    """Parameters of a test; all but the `quick` ones are left to `make test-all`."""
+    return [pytest.param(each, marks=() if each in quick else pytest.mark.slow) for each in values]

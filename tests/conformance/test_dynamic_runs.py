@@ -97,6 +97,7 @@ def test_remax_resumes_bitwise(tmp_path):
 REPLAYED = ("optimization.replay_buffer_size=8", "training.max_steps=6", "dataset.rollout_batch_size=3")
 
 
+@pytest.mark.slow  # 2 s
 def test_groups_without_signal_are_replaced_by_stored_ones(tmp_path):
     status, rows = trained(tmp_path, *REPLAYED)
     assert status == 0 and sum(row["replay/hits"] for row in rows) > 0

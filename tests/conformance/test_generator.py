@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 import torch_ops as plain
+from helpers import slow_but
 from tiny_models import (
     TINY_FAMILIES,
     VISION_FAMILIES,
@@ -82,13 +83,11 @@ SAMPLED = Sampling(n=3, max_new_tokens=12)
 OLD_FAMILY = "qwen2_vl"  # same decoder as qwen2_5_vl; run by `make test-all`
 
 
-def slow_but(*families):
-    """All families; only `families` are not marked slow."""
-    return [pytest.param(each, marks=() if each in families else pytest.mark.slow) for each in TINY_FAMILIES]
-
-
 # qwen3_5: test_family_checks.py has its greedy tokens, `make test-all` the rest.
-@pytest.fixture(params=slow_but(*(each for each in TINY_FAMILIES if each not in (OLD_FAMILY, "qwen3_5"))))
+QUICK_FAMILIES = [each for each in TINY_FAMILIES if each not in (OLD_FAMILY, "qwen3_5")]
+
+
+@pytest.fixture(params=slow_but(TINY_FAMILIES, *QUICK_FAMILIES))
 def family(request):
     return request.param
 
@@ -339,7 +338,7 @@ def loud_forbidden(family, encoder):
     return {name: matrix if p.data_ptr() == embedding else p for name, p in weights}, matrix
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES, indirect=True)
+@pytest.mark.parametrize("family", slow_but(VISION_FAMILIES, *QUICK_FAMILIES), indirect=True)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, replace(SAMPLED, top_k=2, top_p=0.9)], ids=["greedy", "", "cut"])
 def test_forbidden_tokens_are_never_sampled(family, encoder, fresh_engine, sampling):
     weights, matrix = loud_forbidden(family, encoder)
@@ -475,7 +474,7 @@ def test_eager_attention_gives_the_same_responses(family, encoder, local_engine)
     same_rows(expected, range(12), eager.generate(prompts_for(family), SAMPLED))
 
 
-@pytest.mark.parametrize("family", slow_but("qwen2_5_vl"), indirect=True)  # half precision is slow on a CPU
+@pytest.mark.parametrize("family", slow_but(TINY_FAMILIES, "qwen2_5_vl"), indirect=True)  # slow on a CPU
 def test_half_precision(family, encoder):
     """Records stay float32; engine and trainer agree within what bfloat16 can."""
     backbone = Backbone(load_model(checkpoint(family), dtype="bf16"))

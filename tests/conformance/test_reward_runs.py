@@ -60,6 +60,7 @@ def test_a_hostile_function_does_not_stop_a_run(tmp_path, caplog):
     assert "reward function mine failed on" in caplog.text and len(caplog.text) < 50_000
 
 
+@pytest.mark.slow  # 2 s
 def test_ten_steps_of_failures_end_a_run_with_their_cause(tmp_path, capfd):
     source = "def reward_function(data): return data['no such column']\n"
     assert train(tmp_path, source, "training.max_steps=12", "worker.rollout.n=2") == 1

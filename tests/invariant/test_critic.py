@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import pytest
 import torch
-from helpers import close, fake_batch, same
+from helpers import close, fake_batch, same, slow_but
 from tiny_models import (
     TINY_FAMILIES,
     checkpoint,
@@ -201,7 +201,7 @@ def writing_critic(family):
     return make_critic(family, files=files, lr=1e-3, warmup_steps=2, total_steps=6, lr_scheduler_type="cosine")
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("family", slow_but(TINY_FAMILIES, "qwen2", "qwen2_5_vl", "qwen3_vl"))
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_a_restored_critic_continues_bitwise(family, tied, tmp_path):
     def critic():

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers import slow_but
 from run_helpers import wait_for
 
 from mtrl.cli import main
@@ -352,7 +353,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("case", CHANGES)
+@pytest.mark.parametrize("case", slow_but(CHANGES, "a key"))
 def test_a_result_of_other_settings_is_no_result(case, configured, capsys):
     assert compared() == 0 and configured == ["a seed 0", "b seed 0"]
     assert compared() == 0 and len(configured) == 2, "nothing has changed"

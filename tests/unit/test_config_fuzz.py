@@ -1,4 +1,4 @@
-"""Three hundred mutated configurations; tests/soak/config_fuzz.py runs as many as there is time for."""
+"""Two hundred mutated configurations; tests/soak/config_fuzz.py runs as many as there is time for."""
 
 from soak.config_fuzz import fuzz, outcome
 
@@ -6,9 +6,9 @@ from mtrl.config import ConfigError
 
 
 def test_mutated_configurations_load_or_are_errors():
-    counts, failures, _ = fuzz(range(300), seed=1)
+    counts, failures, _ = fuzz(range(200), seed=1)
     assert not failures, "\n".join(failures)
-    assert counts["refused"] >= 100 and counts["loaded"] >= 5 and counts["converted"] >= 1
+    assert counts["refused"] >= 70 and counts["loaded"] >= 5 and counts["converted"] >= 1
 
 
 def raise_(error):

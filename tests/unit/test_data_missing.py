@@ -81,6 +81,7 @@ def test_images_and_videos_that_are_not_read_are_counted_apart(tmp_path):
         opened([{"prompt": "<video>a", "clip": "1.mp4", "shot": "1.png"}], tmp_path)
 
 
+@pytest.mark.slow  # 3 s
 def test_every_command_refuses_them(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MTRL_CACHE", str(tmp_path / "cache"))
     (tmp_path / "1.png").write_bytes(PNG)

@@ -156,6 +156,7 @@ def test_wandb_offline_written_and_read_back(tmp_path, monkeypatch):
     assert len(list(files[0].parent.rglob("*.png"))) == 2, "two pictures, one of them shown twice"
 
 
+@pytest.mark.slow  # 2 s
 def test_wandb_without_its_server_is_offline_after_a_short_wait(tmp_path, monkeypatch, caplog):
     wandb = pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_MODE", raising=False)
@@ -209,6 +210,7 @@ def test_mlflow_written_and_read_back(tmp_path, monkeypatch):
     assert {"responses/step_1.md", "responses/step_3.md", "responses/step_1_1.png"} <= files
 
 
+@pytest.mark.slow  # 3 s
 def test_swanlab_offline_written_and_read_back(tmp_path, monkeypatch):
     pytest.importorskip("swanlab")
     for name in ("SWANLAB_MODE", "SWANLAB_API_KEY"):

@@ -220,6 +220,7 @@ def test_the_bytes_of_eight_layers_follow_from_a_few(family, settings, tmp_path,
         assert 0.97 <= result <= 1.03, f"{phase}: {peaks[phase]:,} bytes were held, {result:.3f} of them told"
 
 
+@pytest.mark.slow  # 2 s
 @pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
 def test_packed_on_a_gpu_no_matrix_is_counted(family, tmp_path):
     """If the target packs sequences, no memory of the pass grows with the square of its length."""

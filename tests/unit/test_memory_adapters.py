@@ -60,6 +60,7 @@ def test_the_plan_of_a_configuration():
     assert not any("disable_divergence" in way or "freeze_vision_tower" in way for way in ways), "neither would help"
 
 
+@pytest.mark.slow  # 3 s
 def test_a_base_in_four_bits_and_states_of_a_byte():
     """Seven projections of a layer leave their two bytes a number for half of one and its part of scales."""
     config = load_model_config(str(checkpoint(FAMILY)))

@@ -44,6 +44,7 @@ def test_sizes_without_weights(family, tied):
     assert sorted(learning) == sorted(p.numel() for p in critic.parameters() if p.requires_grad)
 
 
+@pytest.mark.slow  # 3 s
 def test_an_estimate_with_a_critic():
     config = load_model_config(str(checkpoint(FAMILY)))
     plain = estimate(config, Plan(LIMITS), ["update"])

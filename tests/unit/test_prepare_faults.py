@@ -10,6 +10,7 @@ import prepare_helpers as published
 import pyarrow.parquet as pq
 import pytest
 from data_helpers import picture_bytes
+from helpers import slow_but
 from prepare_helpers import contents, read_rows
 
 from mtrl.cli import main
@@ -105,7 +106,7 @@ KILLS = {  # where the process ends: the function, and the number of the call
 }
 
 
-@pytest.mark.parametrize("place", KILLS)
+@pytest.mark.parametrize("place", slow_but(KILLS, "in a shard"))
 def test_a_killed_command_continues(tmp_path, capsys, place, monkeypatch):
     hub = published.mmmu_pro(tmp_path / "hub", 7)
     arguments = ["prepare", "mmmu-pro", str(hub), "--images", "paths", "--out"]

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from helpers import slow_but
 from reward_helpers import rows
 
 from mtrl.compose.reward_scorer import build_scorer
@@ -122,10 +123,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "does",
-    [pytest.param(each, marks=pytest.mark.slow if each in ("drip", "half a message") else ()) for each in HOSTILE],
-)  # what comes late takes its time: 3 s
+@pytest.mark.parametrize("does", slow_but(HOSTILE, *HOSTILE.keys() - {"drip", "half a message"}))  # 3 s: they come late
 def test_a_hostile_message_fails_alone(sandbox, tmp_path, does):
     note = tmp_path / "opened"
     assert outcome(sandbox, does, note=str(note)).failure == HOSTILE[does]

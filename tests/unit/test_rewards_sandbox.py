@@ -280,6 +280,7 @@ def test_the_memory_limit(file):
     sandbox.close()
 
 
+@pytest.mark.slow  # 2 s
 def test_of_sequential_samples_only_the_faulty_one_fails(file):
     """All sixteen are in one message; samples finished before a crash but not reported are computed again."""
     manners = ["fine", "fine", "quit", "fine", "raise", "hang", "fine", "killed", "fine", "none"] + ["fine"] * 6

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 from helpers import close
 from PIL import Image
 from reward_helpers import rows
@@ -108,6 +109,7 @@ def test_images_of_other_kinds_travel_too(tmp_path):
     sandbox.close()
 
 
+@pytest.mark.slow  # 2 s
 def test_a_killed_run_leaves_no_images(tmp_path):
     path = tmp_path / "slow.py"
     path.write_text("import time\ndef f(data): time.sleep(1000)\n")

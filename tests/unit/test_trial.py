@@ -81,6 +81,7 @@ def test_log_probs_that_differ_are_a_problem(words, monkeypatch, capfd):
     assert "It runs here" not in said and "It can run" not in said
 
 
+@pytest.mark.slow  # 2 s
 def test_errors_of_training_are_problems(words, rows, capfd):
     """Seen only once the rewards are there."""
     rows.with_name("mine.py").write_text("def f(sample):\n    raise ValueError('no')\n")

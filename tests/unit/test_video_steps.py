@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from clip_helpers import mixed_prompts, mixed_rows
+from helpers import slow_but
 from tiny_models import checkpoint, get_encoder, plain_inputs, plain_model, shared_backbone
 
 from mtrl.algorithms.signals import pool_sizes
@@ -37,7 +38,7 @@ def seen_media(data):
     return 1.0 + 10 * len(data["images"]) + 100 * len(data.get("videos", ())) + len(data["response"]) / 1000
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen3_vl"))
 def test_one_batch_of_all_kinds_goes_through_whole_steps(family, tmp_path):
     """Rollout, perturbation, reward, attention masses and update, by the run that `mtrl train` builds."""
     spy, rows = Spy(), mixed_rows(get_encoder(family), tmp_path)
