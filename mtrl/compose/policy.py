@@ -384,8 +384,10 @@ def build_generator(config: Config, policy: Forward, encoder: TextEncoder, gets_
         return engine
     if config.engine_name == "auto" and gets_weights:
         why = explain_unsupported_model(policy.backbone)
-        slow = f", without its fast path on a GPU ({why}); worker.rollout.name=vllm is faster there" if why else ""
-        say_at_once(f"worker.rollout.name=auto: the local engine samples{slow}")
+        slow = f", without its fast path on a GPU ({why})" if why else ""
+        has_vllm = not isinstance(policy.backbone.family, UndescribedFamily)
+        other = "; worker.rollout.name=vllm is faster there" if why and has_vllm else ""
+        say_at_once(f"worker.rollout.name=auto: the local engine samples{slow}{other}")
     return make_fastest_generator(policy.backbone, encoder)
 
 

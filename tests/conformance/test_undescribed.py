@@ -144,4 +144,5 @@ def test_training(checkpoint, name, status, tmp_path, monkeypatch, capfd):
     assert main(["train", *words.split()]) == status
     said = "".join(capfd.readouterr())
     assert said.count(f"the family '{'gemma3' if status else name}' is not described") == 1 and "Traceback" not in said
+    assert "worker.rollout.name=vllm" not in said, "it is refused"
     assert Path("outputs/mtrl/run/checkpoints/step_1/model.safetensors").is_file() == (status == 0)
