@@ -63,23 +63,22 @@ def plain_log_probs(
 ) -> Tensor:
     """[length], on the CPU: by a forward of this one row, which computes positions and masks itself. `view`: other
     media than the prompt's."""
-    return row_log_probs(
-        model, encoder, plain_inputs(encoder.inputs(prompt, view), prompt, response), response, temperature
-    )
+    row = plain_inputs(encoder.inputs(prompt, view), prompt, response)
+    return row_log_probs(model, row, response, encoder.forbidden_ids, temperature)
 
 
 def row_log_probs(
     model: PreTrainedModel,
-    encoder: PromptEncoder,
     row: Mapping[str, Tensor],
     response: Tensor,
+    forbidden_ids: Sequence[int],
     temperature: float = 1.0,
 ) -> Tensor:
     """[length], on the CPU: the log-probs of the response at the end of a row, given the arguments of the forward."""
     options = {"logits_to_keep": len(response) + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
     logits = model(**{name: each.to(model.device) for name, each in row.items()}, **options).logits
     logits = logits[0, -len(response) - 1 : -1].float().cpu() / temperature
-    logits = logits.index_fill(1, torch.tensor(encoder.forbidden_ids, dtype=torch.long), -torch.inf)
+    logits = logits.index_fill(1, torch.tensor(forbidden_ids, dtype=torch.long), -torch.inf)
     return logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
 
 

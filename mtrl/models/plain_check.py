@@ -135,4 +135,4 @@ def plain_row(model: Any, encoder: ProcessorEncoder, rollouts: Rollouts, row: in
         inputs[name] = torch.cat([inputs[name], added[None]], dim=1)
     if "pixel_values" in inputs:
         inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
-    return row_log_probs(model, encoder, inputs, response)
+    return row_log_probs(model, inputs, response, encoder.forbidden_ids)
