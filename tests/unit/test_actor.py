@@ -36,6 +36,7 @@ class FakeForward:
     )
     asked: list = field(default_factory=list)
     support: float | None = None  # log of the probability mass that the sampler's cut keeps
+    experts: float | None = None  # the share on which it and the sampler differ
 
     def signals(self, rollouts, needs=None, views=None):
         self.asked.append((rollouts.version.tolist(), needs, views))
@@ -44,7 +45,10 @@ class FakeForward:
         )
 
     def make_routing_reader(self, rollouts):
-        return None
+        return None if self.experts is None else self
+
+    def unpack_mismatch(self, routing, rollouts):
+        return self.experts * rollouts.mask
 
     def response_hidden(self, rollouts, routing=None):
         self.asked.append("policy")
@@ -203,6 +207,15 @@ def test_a_gradient_has_the_reference_where_its_loss_does(monkeypatch):
     monkeypatch.setattr(actor, "_with_reference", lambda work: staged.append(1) or work())
     (gradient,) = actor.gradient([batch], Loss(divergence="full", divergence_coef=0.1))
     assert staged == [1] and gradient.item() == pytest.approx(0.3)
+
+
+def test_experts_are_compared_if_nothing_was_probed():
+    actor, batch = make_actor(), fake_batch(fake_rollouts([2, 1]), torch.zeros(2, 2), torch.zeros(2, 2))
+    fresh, probed = replace(batch, old_logprobs=None), batch
+    assert "routing_mismatch" not in actor._loss(fresh, Loss())[1], "a dense model"
+    actor.forward.experts = 0.25
+    assert actor._loss(fresh, Loss())[1]["routing_mismatch"].item() == pytest.approx(0.25)
+    assert "routing_mismatch" not in actor._loss(probed, Loss())[1], "the probe has compared them"
 
 
 def test_the_distance_to_the_sampler_is_measured_on_its_support():
