@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from PIL import Image
 from tiny_models import SHARPER
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, PreTrainedTokenizerBase
 
+from mtrl.cli import main
 from pretraining.tiny_checkpoints import tiny_tokenizer
 
 SIDE, PATCH = 28, 14
@@ -148,3 +152,18 @@ def make_tiny_vlm(directory: Path, name: str) -> Path:
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end)
     model.save_pretrained(directory)
     return directory
+
+
+def train_one_step(model, *words):
+    """The exit status of `mtrl train` in the current folder, on two questions about a picture of noise."""
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 80, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save("a.png")
+    row = {"prompt": "<image>which colour?", "images": ["a.png"], "answer": "red"}
+    Path("train.jsonl").write_text(2 * (json.dumps(row) + "\n"))
+    Path("mine.py").write_text("def mine(data):\n    return sum(data['response_token_ids']) % 7 / 7\n")
+    settings = (
+        "dataset.train_files=train.jsonl dataset.rollout_batch_size=2 training.logger=[] training.max_steps=1 "
+        "worker.actor.global_batch_size=2 worker.actor.fsdp.mixed_precision_dtype=fp32 "
+        "worker.reward.functions=[mine.py:mine] worker.reward.num_cpus=1 optimization.enable_perception_filtering=true"
+    )
+    return main(["train", *settings.split(), f"worker.actor.model.model_path={model}", *words])

@@ -14,6 +14,7 @@ from mtrl.models.checkpoint_files import base_path, is_adapter
 from mtrl.models.families import TextEncoder, load_model_config
 from mtrl.models.forward import Forward
 from mtrl.models.recurrent import count_states
+from mtrl.models.routing import has_experts
 from mtrl.models.state_dicts import exported_weights
 from mtrl.rollout.vllm.generator import VllmGenerator
 from mtrl.rollout.vllm.inprocess import VllmInProcess
@@ -82,7 +83,7 @@ def build_host(
 def explain_no_cpu_engine(model: Any, dtype: torch.dtype, gets_weights: bool) -> str | None:
     """Why vLLM cannot sample from a model on a CPU (measured with vLLM 0.32); None if it can."""
     text, problem = model.get_text_config(), None
-    if getattr(text, "num_experts", 0) and gets_weights:  # it does not pack new experts into the layout of its kernel
+    if has_experts(text) and gets_weights:  # it does not pack new experts into the layout of its kernel
         problem = "on a CPU vLLM does not take new weights of experts; set worker.rollout.name=local"
     elif count_states(text) and dtype != torch.bfloat16:
         problem = (

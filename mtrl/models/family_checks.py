@@ -40,6 +40,7 @@ from mtrl.models.forward import Forward
 from mtrl.models.load_model import find_model_class
 from mtrl.models.parity import plain_inputs, plain_log_probs
 from mtrl.models.processors import load_processor, process_prompt
+from mtrl.models.routing import has_experts
 from mtrl.models.state_dicts import exported_weights, save_model
 from mtrl.types import SEGMENTS, TEXT_POOL, VISION_POOL, Needs, Prompt, Sampling
 
@@ -141,8 +142,7 @@ def check_isolation_gradients(candidate: Candidate) -> Finding:
 
 def _bitwise(candidate: Candidate, noise: float, rounding: float) -> tuple[float, str]:
     """The limit for numbers that should not change by a bit, and why it is not 0."""
-    text: Any = candidate.plain.config.get_text_config()
-    if any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+    if has_experts(candidate.plain.config.get_text_config()):
         return rounding, "bits may move: the products of an expert are over all tokens that it gets, in one group"
     if noise:
         return rounding, f"bits may move: the same pass twice differs by {noise:.1e} on this device"

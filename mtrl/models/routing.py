@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 
 
+def has_experts(config: Any) -> bool:
+    """Whether a language model is a mixture of experts, from its config."""
+    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
 def find_routers(language_model: Any) -> list[Any]:
     """The routers in the order of the layers; a dense model has none. The last of their outputs are the experts
     [tokens, k]."""

@@ -214,12 +214,21 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("check", "family", "fault"), FAULTS, ids=[f"{c}-{f}-{x.__name__}" for c, f, x in FAULTS])
-def test_a_fault_is_reported(sharp, monkeypatch, check, family, fault):
-    candidate = replace(sharp(family))  # without the log-probs that are kept
+def each_fault(faults):
+    names = [f"{check}-{family}-{fault.__name__}" for check, family, fault in faults]
+    return pytest.mark.parametrize(("check", "family", "fault"), faults, ids=names)
+
+
+def assert_reported(check, candidate, fault, monkeypatch):
+    candidate = replace(candidate)  # without the log-probs that are kept
     fault(monkeypatch)
     finding = CHECKS[check](candidate)
     assert not finding.passed and finding.worst > 1.5 * max(finding.limit, 0), finding
+
+
+@each_fault(FAULTS)
+def test_a_fault_is_reported(sharp, monkeypatch, check, family, fault):
+    assert_reported(check, sharp(family), fault, monkeypatch)
 
 
 def test_other_pixels_are_reported(tiny):

@@ -1,22 +1,19 @@
 """Sliding windows and image blocks: tiny models of transformers that have them pass the checks of a family, with
 prompts and responses longer than the window, and faults of the masks are reported."""
 
-import json
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from helpers import close
-from PIL import Image
 from run_helpers import read_metrics
+from test_family_checks import BAR, assert_reported, each_fault
 from tiny_models import SHARPER, checkpoint, get_encoder
-from tiny_vlms import WINDOW, make_tiny_vlm
+from tiny_vlms import WINDOW, make_tiny_vlm, train_one_step
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mtrl.cli import main
 from mtrl.compose.family_checks import make_candidate, run_check
 from mtrl.models.backbone import Backbone, explain_no_sequence_parallel
 from mtrl.models.families import FAMILIES, load_encoder, register_family
@@ -29,7 +26,6 @@ from mtrl.utils.plugins import load_plugin
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
-BAR = 1e-5  # of log-probs in nats, of gradients relative to the largest of a weight, of masses; in float32
 SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -122,12 +118,9 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("check", "family", "fault"), FAULTS, ids=[f"{c}-{f}-{x.__name__}" for c, f, x in FAULTS])
+@each_fault(FAULTS)
 def test_a_fault_is_reported(candidate, monkeypatch, check, family, fault):
-    given = replace(candidate(family))  # without the log-probs that are kept
-    fault(monkeypatch)
-    finding = CHECKS[check](given)
-    assert not finding.passed and finding.worst > 1.5 * finding.limit, finding
+    assert_reported(check, candidate(family), fault, monkeypatch)
 
 
 # --------------------------------------------------------------------------------------------------------- other routes
@@ -179,19 +172,8 @@ def test_what_is_not_supported_is_one_line(candidate):
 @pytest.mark.slow  # 6 s
 def test_it_trains_with_shared_prompts_through_the_key(gemma3, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    pixels = np.random.default_rng(0).integers(0, 256, (64, 80, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save("a.png")
-    row = {"prompt": "<image>which colour?", "images": ["a.png"], "answer": "red"}
-    Path("train.jsonl").write_text(2 * (json.dumps(row) + "\n"))
-    Path("mine.py").write_text("def mine(data):\n    return sum(data['response_token_ids']) % 7 / 7\n")
-    words = (
-        "dataset.train_files=train.jsonl dataset.rollout_batch_size=2 dataset.max_response_length=12 "
-        "training.logger=[] training.max_steps=1 worker.actor.global_batch_size=2 worker.rollout.n=3 "
-        "worker.actor.fsdp.mixed_precision_dtype=fp32 worker.reward.functions=[mine.py:mine] worker.reward.num_cpus=1 "
-        f"optimization.enable_perception_filtering=true worker.actor.model.model_path={gemma3} "
-        f"worker.actor.model.family={ROOT}/examples/families/gemma3.py:Gemma3"
-    )
-    assert main(["train", *words.split()]) == 0
+    family = f"worker.actor.model.family={ROOT}/examples/families/gemma3.py:Gemma3"
+    assert train_one_step(gemma3, "dataset.max_response_length=12", "worker.rollout.n=3", family) == 0
     metrics = read_metrics(tmp_path / "outputs/mtrl/run")[1, False]
     assert metrics["actor/grad_norm"] > 0 and metrics["rollout/logprob_gap_mean"] < BAR
     assert Path("outputs/mtrl/run/checkpoints/step_1/model.safetensors").is_file()

@@ -1,19 +1,16 @@
 """Vision-language models that nobody described, each with its own Processor: which run, and which are refused."""
 
 import copy
-import json
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from helpers import close
 from PIL import Image
-from tiny_vlms import make_tiny_vlm
+from tiny_vlms import make_tiny_vlm, train_one_step
 from transformers import AutoProcessor
 
-from mtrl.cli import main
 from mtrl.compose.family_checks import make_check_rollouts
 from mtrl.compose.policy import build_encoder
 from mtrl.config import ConfigError, load_config
@@ -130,18 +127,7 @@ def test_what_it_has_not_is_refused_by_its_keys(checkpoint):
 @pytest.mark.parametrize(("name", "status"), [("llava_next", 0), ("gemma3_full", 2)])
 def test_training(checkpoint, name, status, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    pixels = np.random.default_rng(0).integers(0, 256, (64, 80, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save("a.png")
-    row = {"prompt": "<image>which colour?", "images": ["a.png"], "answer": "red"}
-    Path("train.jsonl").write_text(2 * (json.dumps(row) + "\n"))
-    Path("mine.py").write_text("def mine(data):\n    return sum(data['response_token_ids']) % 7 / 7\n")
-    words = (
-        "dataset.train_files=train.jsonl dataset.rollout_batch_size=2 dataset.max_response_length=4 training.logger=[] "
-        "training.max_steps=1 worker.actor.global_batch_size=2 worker.actor.fsdp.mixed_precision_dtype=fp32 "
-        "worker.rollout.n=2 worker.reward.functions=[mine.py:mine] worker.reward.num_cpus=1 "
-        f"optimization.enable_perception_filtering=true worker.actor.model.model_path={checkpoint(name)}"
-    )
-    assert main(["train", *words.split()]) == status
+    assert train_one_step(checkpoint(name), "dataset.max_response_length=4", "worker.rollout.n=2") == status
     said = "".join(capfd.readouterr())
     assert said.count(f"the family '{'gemma3' if status else name}' is not described") == 1 and "Traceback" not in said
     assert "worker.rollout.name=vllm" not in said, "it is refused"
