@@ -38,11 +38,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.profiler import ProfilerActivity
 
 from benchmarks.drawn_lengths import drawn_lengths
 from benchmarks.environment import commit, finish, hardware
 from benchmarks.generate import model_generate
+from benchmarks.kernels import profile
 from benchmarks.measure import free_memory, held_gb, peak_gb, wait
 from benchmarks.random_model import random_prompts
 from benchmarks.random_run import PATHS, step_settings, write_run
@@ -60,7 +60,6 @@ from mtrl.types import Prompt, Rollouts, Sampling
 BYTES_PER_SECOND = 4.3e12  # memory bandwidth of an H200
 PREFIXES = {642: (672, 66), 4096: (1764, 127), 44: (56, 40), 64: (112, 48)}  # tokens: side of the picture, other tokens
 BESIDE_SETTINGS = {"stop_ids": "none, and one where lengths are drawn: see benchmarks/drawn_lengths.py"}
-MAX_KERNELS = 40  # rows of a profile
 
 
 @dataclass(frozen=True)
@@ -215,23 +214,16 @@ class Bench:
 
     def profile(self, name: str, case: Case) -> str:
         """A table of the kernels (on a CPU: operators) of one round, the slowest first."""
-        prompts, on_gpu = self.prompts(case), self.a.device == "cuda"
-        activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+        prompts = self.prompts(case)
         with self.engine(case) as (generator, sampling):
             timed(generator, prompts, sampling)
-            with torch.profiler.profile(activities=[activity]) as profiler:
-                taken, rollouts = timed(generator, prompts, replace(sampling, step=1))
-        kind = "self_device_time_total" if on_gpu else "self_cpu_time_total"  # in microseconds
-        found = [(getattr(each, kind) / 1000, each.count, each.key) for each in profiler.key_averages()]
-        rows = sorted((row for row in found if row[0] > 0), reverse=True)
-        listed, steps = sum(ms for ms, _, _ in rows) / 1000, rollouts.mask.shape[1] - 1
-        where = f"{hardware()['gpu' if on_gpu else 'cpu']}, {self.a.size}, {self.a.dtype} weights, commit {commit()}"
-        lines = [
-            f"# {where}: {name}, {steps} steps after the first token, {type(generator).__name__}.",
-            f"# {taken:.3f} s with the profiler, {listed:.3f} s of it in the kernels below, the slowest first.",
-            *(f"{ms:9.2f} ms {calls:7d}  {key[:100]}" for ms, calls, key in rows[:MAX_KERNELS]),
-        ]
-        return "\n".join(lines) + "\n"
+            (_, rollouts), table = profile(
+                lambda: timed(generator, prompts, replace(sampling, step=1)), self.a.device
+            )
+        steps = rollouts.mask.shape[1] - 1
+        where = f"{hardware()['gpu' if self.a.device == 'cuda' else 'cpu']}, {self.a.size}, {self.a.dtype} weights"
+        title = f"# {where}, commit {commit()}: {name}, {steps} steps after the first token, {type(generator).__name__}."
+        return f"{title}\n{table}"
 
 
 def timed(

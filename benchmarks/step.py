@@ -16,7 +16,8 @@ same device with the same arguments. TRL's plain GRPO has no reference model; MT
 optimization.disable_divergence=true makes the two alike. The first step is the warm-up, and medians leave it out.
 --stored writes the weights to disk, and the run reads them. This is always so when torchrun starts the benchmark, on
 one rank whose models are sharded by FSDP2: `torchrun --nproc-per-node 1 -m benchmarks.step ..`.
---save saves a checkpoint after the last step and reports how long it blocked the loop.
+--save saves a checkpoint after the last step and reports how long it blocked the loop. --profile writes the kernels of
+the probes and the update of one more step.
 
 --memory-gib 24 simulates a GPU of 24 GiB for everything that runs on it. Peaks are those of torch's allocator in each
 phase; generation's memory outside the allocator is in `peak_gb_buffers`. `halved` names the sizes that had to be halved
@@ -39,7 +40,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.environment import finish
+from benchmarks.environment import commit, finish, hardware
+from benchmarks.kernels import profile_methods
 from benchmarks.measure import compute_device
 from benchmarks.random_model import SIZES, random_model, token_pixels
 from benchmarks.random_run import PATHS, step_settings, write_run
@@ -86,6 +88,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for switch in ("tprl", "attention", "stored", "save"):
         parser.add_argument(f"--{switch}", action="store_true")
     parser.add_argument("--trl", type=Path, default=None, help="script of TRL's benchmark, run before ours")
+    parser.add_argument("--profile", type=Path, default=None, metavar="FILE", help="kernels of one more step, as text")
     parser.add_argument("--out", type=Path, default=None)
     return parser.parse_intermixed_args(arguments)
 
@@ -129,7 +132,7 @@ def build_run(config: Config, a: argparse.Namespace, lengths: PromptLengths) -> 
 def run(a: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="mtrl-step-") as folder, compute_device(a.memory_gib):
         file = write_run(
-            Path(folder), a.size, a.device, a.prompts * a.steps, [a.image_side], a.text_tokens, a.seed,
+            Path(folder), a.size, a.device, a.prompts * (a.steps + 1), [a.image_side], a.text_tokens, a.seed,
             make_settings(a), weights=a.stored,
         )  # fmt: skip
         config, _ = configure(file, a.overrides)
@@ -141,6 +144,8 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
             start = {"build": built - begin, "rehearsal": time.perf_counter() - built}
             rows = [measure_step(training.loop, step, a) for step in range(a.steps)]
             saving = timed_save(training.loop) if a.save else None
+            if a.profile is not None:
+                a.profile.write_text(profile_step(training.loop, a))
         return make_result(a, training, rows, lengths.longest, start, saving)
 
 
@@ -159,6 +164,15 @@ def measure_step(loop: Loop, step: int, a: argparse.Namespace) -> dict[str, Any]
     row["completion_tokens"] = round(values["response_length/mean"] * a.prompts * a.generations)
     print(f"step {step + 1}: " + ", ".join(f"{k} {v:.3f}" for k, v in row.items() if isinstance(v, float)), flush=True)
     return row
+
+
+def profile_step(loop: Loop, a: argparse.Namespace) -> str:
+    """The kernels of the probes and the update of one more step."""
+    tables: dict[str, str] = {}
+    profile_methods(own_actor(loop.components), ("probe", "update"), a.device, tables)
+    loop.step(a.steps)
+    title = f"# {hardware()['gpu' if a.device == 'cuda' else 'cpu']}, commit {commit()}: {' '.join(sys.argv[1:])}"
+    return "\n".join([title, *(f"\n{name}\n{table}" for name, table in tables.items())])
 
 
 def bytes_outside_allocator(generator: Any) -> int:
@@ -205,7 +219,7 @@ def make_result(
     settings = make_settings(a) | read_overrides(a.overrides)
     return {
         "bench": "mtrl_grpo_step",
-        "args": {name: value for name, value in vars(a).items() if name not in ("trl", "out")},
+        "args": {name: value for name, value in vars(a).items() if name not in ("trl", "out", "profile")},
         "settings": {key: value for key, value in settings.items() if key not in PATHS},
         "beside_settings": BESIDE_SETTINGS,
         "params_m": round(sum(sizes.values()) / 1e6, 1),
