@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.environment import finish
-from mtrl.models.delta_rule import gated_delta_rule
+from mtrl.models.delta_rule import find_chunk_dims, gated_delta_rule, solve_chunks
+from mtrl.models.patches import compile_function
 
 NAMES = ("query", "key", "value", "g", "beta", "initial_state")
 SHAPES = {"cpu": {"reading": (1, 100), "continuing": (4, 40)}, "cuda": {"reading": (8, 640), "continuing": (64, 256)}}
@@ -76,7 +78,7 @@ def seconds(rule: Callable[..., Any], inputs: dict[str, Tensor], device: str) ->
 def list_rules(device: str) -> dict[str, Callable[..., Any]]:
     rules: dict[str, Callable[..., Any]] = {"torch": gated_delta_rule}
     if device == "cuda":
-        rules["torch, compiled"] = torch.compile(gated_delta_rule, dynamic=False)
+        rules["torch, compiled"] = partial(gated_delta_rule, solve=compile_function(solve_chunks, find_chunk_dims))
         try:
             from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 

@@ -217,12 +217,12 @@ class Bench:
         prompts = self.prompts(case)
         with self.engine(case) as (generator, sampling):
             timed(generator, prompts, sampling)
-            (_, rollouts), table = profile(
-                lambda: timed(generator, prompts, replace(sampling, step=1)), self.a.device
-            )
+            (_, rollouts), table = profile(lambda: timed(generator, prompts, replace(sampling, step=1)), self.a.device)
         steps = rollouts.mask.shape[1] - 1
         where = f"{hardware()['gpu' if self.a.device == 'cuda' else 'cpu']}, {self.a.size}, {self.a.dtype} weights"
-        title = f"# {where}, commit {commit()}: {name}, {steps} steps after the first token, {type(generator).__name__}."
+        title = (
+            f"# {where}, commit {commit()}: {name}, {steps} steps after the first token, {type(generator).__name__}."
+        )
         return f"{title}\n{table}"
 
 

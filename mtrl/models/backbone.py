@@ -48,8 +48,8 @@ class Backbone:
     """`model` is a Hugging Face causal model of a family in `models/families`; the caller owns its weights.
 
     Products are computed in `compute_dtype`; weights, or only adapters, may be stored wider (float32 master weights).
-    Add adapters before. `compiled` compiles norms, MLPs and rotary positions, which pays for large models. A model may
-    be sharded over `ranks` (`parallel/fsdp.py`), which then run every pass together.
+    Add adapters before. `compiled` compiles norms, MLPs, rotary positions and recurrent layers, which pays for large
+    models. A model may be sharded over `ranks` (`parallel/fsdp.py`), which then run every pass together.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Backbone:
         self.has_states = RECURRENT in self.layer_kinds
         self.mask_rules = make_mask_rules(self.language_model.config, self.family.image_blocks)
         if self.has_states:
-            use_forked_states(self.language_model)
+            use_forked_states(self.language_model, compiled)
         self.routers = find_routers(self.language_model)
         patches.use_no_dropout(model)
         self.wide_adapters = any(
