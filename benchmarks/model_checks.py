@@ -61,7 +61,9 @@ FACTS = {
         PLAIN_ENGINE,
         "three of four layers keep a state (a gated delta net) and have no attention: thirds and last layers of "
         "attention metrics count the other ones. Gradients of the decay (`A_log`, `dt_bias`) are small and lose most "
-        "of their digits in float32, in transformers' forward as in ours.",
+        "of their digits in float32, in transformers' forward as in ours. The recurrence is compiled torch code; the "
+        "kernels of fla-core are not used, whose backward refuses Hopper GPUs with Triton below 3.7.1. What a step "
+        "costs: [benchmarks](../benchmarks/README.md#one-prompt-its-group-one-pass).",
     ),
     "qwen3_5_moe": Facts(
         "Qwen3.5 with experts",
