@@ -63,7 +63,9 @@ FACTS = {
         "attention metrics count the other ones. Gradients of the decay (`A_log`, `dt_bias`) are small and lose most "
         "of their digits in float32, in transformers' forward as in ours. The recurrence is compiled torch code; the "
         "kernels of fla-core are not used, whose backward refuses Hopper GPUs with Triton below 3.7.1. What a step "
-        "costs: [benchmarks](../benchmarks/README.md#one-prompt-its-group-one-pass).",
+        "costs: [benchmarks](../benchmarks/README.md#one-prompt-its-group-one-pass). A tiny "
+        "one, pretrained on the embedded task, learns it by GRPO, and not from grey squares "
+        "([result](../benchmarks/results/family_learning_qwen3_5.json)).",
     ),
     "qwen3_5_moe": Facts(
         "Qwen3.5 with experts",
