@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
+from mtrl.models import patches
 from mtrl.models.delta_rule import Solve, find_chunk_dims, gated_delta_rule, solve_chunks
 from mtrl.models.device_copy import to_device
 from mtrl.models.layer_kinds import FULL, RECURRENT, SLIDING, attention_layers, layer_kinds
 from mtrl.models.masked_attention import DocumentMask
-from mtrl.models.patches import compile_function
 
 TAPS = 3  # earlier inputs that the convolution of a layer reads
 PARTS = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "conv1d", "A_log", "dt_bias", "norm", "out_proj")
@@ -119,7 +119,7 @@ def explain_layers(language_model: Any, sliding_windows: bool) -> list[str]:
 def use_forked_states(language_model: Any, compiled: bool = False) -> None:
     """Let the recurrent layers take a `StateForks` as their mask. With any other mask they run as transformers wrote
     them, with our recurrence. `compiled` fuses its small operations, a quarter of its time on an H200."""
-    solve = compile_function(solve_chunks, find_chunk_dims) if compiled else solve_chunks
+    solve = patches.compile_function(solve_chunks, find_chunk_dims) if compiled else solve_chunks
     for layer in language_model.layers:
         module = getattr(layer, "linear_attn", None)
         if module is not None:
