@@ -21,11 +21,11 @@ from mtrl.memory.plan import Plan
 from mtrl.models.activation_checkpointing import enable_activation_checkpointing
 from mtrl.models.adapters import ADAPTER, AdapterSettings, adapter_layers, inject_adapters
 from mtrl.models.backbone import Backbone, check_supported
+from mtrl.models.document_mask import DocumentMask, MaskRule
 from mtrl.models.families import QwenVLFamily, TextEncoder, describe_error, find_family
 from mtrl.models.families.model_family import Features
 from mtrl.models.families.vision import rotary_positions
 from mtrl.models.load_model import DTYPES, find_model_class
-from mtrl.models.masked_attention import DocumentMask, MaskRule
 from mtrl.models.patches import use_padded_mlps
 from mtrl.protocols import ImageSettings
 from mtrl.types import TEXT_POOL, VISION_POOL, Prompt, Task

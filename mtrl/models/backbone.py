@@ -17,19 +17,12 @@ from transformers import PreTrainedModel
 
 from mtrl.models import patches
 from mtrl.models.adapters import adapter_layers, adapter_parameters
+from mtrl.models.cascade_attention import WIDEST_HEAD, CascadeMask
+from mtrl.models.document_mask import CAUSAL_RULE, DocumentMask, MaskRule
 from mtrl.models.families import find_family
 from mtrl.models.families.model_family import Features
 from mtrl.models.layer_kinds import RECURRENT, SLIDING, layer_kinds, make_mask_rules
-from mtrl.models.masked_attention import (
-    ATTENTION,
-    CAUSAL,
-    CAUSAL_RULE,
-    FLEX_COLUMNS,
-    AttentionReader,
-    DocumentMask,
-    MaskRule,
-    use_attention,
-)
+from mtrl.models.masked_attention import ATTENTION, CAUSAL, FLEX_COLUMNS, AttentionReader, use_attention
 from mtrl.models.model_size import head_width
 from mtrl.models.parallel.fsdp import compute_device
 from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
@@ -204,6 +197,12 @@ class Backbone:
         return has_kernel and self.can_share_prefix
 
     @property
+    def has_flash_kernels(self) -> bool:
+        """Whether the flash kernels take the heads of this model."""
+        width = head_width(self.language_model.config)
+        return self.compute_dtype.itemsize == 2 and width % 8 == 0 and width <= WIDEST_HEAD
+
+    @property
     def can_share_prefix(self) -> bool:
         """Whether responses of a group may follow one copy of their prompt: the model must depend on the order of
         tokens only through positions and mask."""
@@ -222,9 +221,11 @@ class Backbone:
         return {kind: masks[rule] for kind, rule in rules.items()}
 
     def make_mask(self, documents: DocumentMask, packed: bool, rule: MaskRule) -> Mask:
-        """The mask for the kernels of this device: blocks for one packed sequence, otherwise a matrix for each."""
+        """The mask for the kernels of this device: spans or blocks for one packed sequence, otherwise a matrix for
+        each."""
         if packed and self.device.type == "cuda":
-            return documents.blocks(self.device, rule)
+            flash = rule == CAUSAL_RULE and self.has_flash_kernels
+            return CascadeMask.from_documents(documents, self.device) if flash else documents.blocks(self.device, rule)
         return documents.dense(rule).to(self.device)
 
     def make_step_masks(self, is_real: Tensor) -> dict[str, Mask]:

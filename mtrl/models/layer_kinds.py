@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtrl.models.masked_attention import MaskRule
+from mtrl.models.document_mask import MaskRule
 
 FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"  # in `layer_types` of a config
 

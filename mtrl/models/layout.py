@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mtrl.models.masked_attention import BLOCK, DocumentMask, find_image_runs, whole_blocks
+from mtrl.models.document_mask import BLOCK, DocumentMask, find_image_runs, whole_blocks
 from mtrl.types import VISION_POOL, Rollouts
 
 NOT_PROMPT = -1  # the pool of other tokens, and the segment of padding

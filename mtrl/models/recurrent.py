@@ -24,8 +24,8 @@ from transformers.activations import ACT2FN
 from mtrl.models import patches
 from mtrl.models.delta_rule import Solve, find_chunk_dims, gated_delta_rule, solve_chunks
 from mtrl.models.device_copy import to_device
+from mtrl.models.document_mask import DocumentMask
 from mtrl.models.layer_kinds import FULL, RECURRENT, SLIDING, attention_layers, layer_kinds
-from mtrl.models.masked_attention import DocumentMask
 
 TAPS = 3  # earlier inputs that the convolution of a layer reads
 PARTS = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "conv1d", "A_log", "dt_bias", "norm", "out_proj")

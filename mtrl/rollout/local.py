@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mtrl.models.backbone import Backbone, Cache, prompt_positions, vision_tokens
-from mtrl.models.masked_attention import DocumentMask
+from mtrl.models.document_mask import DocumentMask
 from mtrl.models.model_size import ModelSize, model_size
 from mtrl.models.routing import ExpertRecorder
 from mtrl.protocols import PromptEncoder

@@ -14,11 +14,12 @@ from mtrl.models import adapters, check_candidate, family_checks, recurrent
 from mtrl.models import forward as forward_module
 from mtrl.models.backbone import Backbone
 from mtrl.models.check_candidate import Finding, check_lengths
+from mtrl.models.document_mask import DocumentMask
 from mtrl.models.families import load_encoder
 from mtrl.models.family_checks import CHECKS, LARGE_CHECKS
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import load_model
-from mtrl.models.masked_attention import DocumentMask, MassReader
+from mtrl.models.masked_attention import MassReader
 from mtrl.models.recurrent import StateForks
 from mtrl.rollout.local import Decoding
 from pretraining.tiny_checkpoints import TINY_FAMILIES, make_tiny_checkpoint

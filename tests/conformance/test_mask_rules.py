@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mtrl.compose.family_checks import make_candidate, run_check
 from mtrl.models.backbone import Backbone, explain_no_sequence_parallel
+from mtrl.models.document_mask import DocumentMask, MaskRule
 from mtrl.models.families import FAMILIES, load_encoder, register_family
 from mtrl.models.family_checks import CHECKS
 from mtrl.models.load_model import load_model
-from mtrl.models.masked_attention import DocumentMask, MaskRule
 from mtrl.rollout.decode.engine import explain_unsupported_model
 from mtrl.types import SEGMENTS, VISION_POOL, Needs
 from mtrl.utils.plugins import load_plugin

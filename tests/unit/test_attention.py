@@ -13,17 +13,9 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask, fl
 from transformers import Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model, get_block_sequence_ids_for_mask
 
+from mtrl.models.document_mask import BLOCK, DocumentMask, MaskRule, find_image_runs, visible_blocks, whole_blocks
 from mtrl.models.layout import lay_out
-from mtrl.models.masked_attention import (
-    BLOCK,
-    DocumentMask,
-    MaskRule,
-    MassReader,
-    attention,
-    find_image_runs,
-    visible_blocks,
-    whole_blocks,
-)
+from mtrl.models.masked_attention import MassReader, attention
 from mtrl.types import NO_POOL, TEXT_POOL, VISION_POOL
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # on a CPU, on purpose

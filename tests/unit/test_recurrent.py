@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mtrl.models.backbone import Backbone, check_supported
 from mtrl.models.delta_rule import gated_delta_rule
+from mtrl.models.document_mask import DocumentMask
 from mtrl.models.forward import Forward
 from mtrl.models.layer_kinds import attention_layers
-from mtrl.models.masked_attention import DocumentMask
 from mtrl.models.model_size import model_size
 from mtrl.models.recurrent import StateForks
 
