@@ -35,7 +35,7 @@ def alternating(works: Mapping[str, Callable[[], object]], rounds: int = 3) -> d
             wait()
             if number:
                 durations[name].append(time.perf_counter() - begin)
-    return {name: round(statistics.median(times), 4) for name, times in durations.items()}
+    return {name: round(statistics.median(times), 6) for name, times in durations.items()}
 
 
 @contextmanager

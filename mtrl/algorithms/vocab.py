@@ -3,7 +3,8 @@
 The logits of a chunk of positions exist only while that chunk is processed; the backward pass recomputes them. Memory
 grows with the chunk, never with positions * vocabulary: at its peak `token_scores` holds two and `full_kl` three
 float32 buffers of chunk * vocabulary, forward or backward. The gradient of the output matrix has its size (and a
-temporary copy if the matrix is in half precision).
+temporary copy if the matrix is in half precision). `fuse` may compile what `token_scores` does with a chunk: its logits
+are then read a few times in the dtype of the products, instead of being copied in float32 at every operation.
 
 Everything is computed on logits / temperature in float32 (float64 stays), with forbidden ids (image and video marks) at
 -inf. Products are in the dtype of the hidden states; autocast is disabled, or the two passes would not match.
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_POSITIONS = 512
+Fuse = Callable[[Callable[..., Any]], Callable[..., Any]]  # returns the function, or the same compiled
 
 
 class TokenScores(NamedTuple):
@@ -36,6 +38,7 @@ def token_scores(
     forbidden: Tensor | None = None,
     entropy: bool = False,
     chunk: int = CHUNK_POSITIONS,
+    fuse: Fuse = lambda function: function,
 ) -> TokenScores:
     """Log-prob of targets [M] from hidden [M, H] and the output matrix weight [V, H]; entropy on request.
 
@@ -43,7 +46,7 @@ def token_scores(
     """
     forbidden = _at(hidden, forbidden)
     weight = weight.to(hidden.dtype)
-    logp, entropies = _TokenScores.apply(hidden, weight, targets, temperature, forbidden, entropy, chunk)
+    logp, entropies = _TokenScores.apply(hidden, weight, targets, temperature, forbidden, entropy, chunk, fuse)
     return TokenScores(logp, entropies if entropy else None)
 
 
@@ -138,18 +141,17 @@ class _TokenScores(torch.autograd.Function):
         forbidden: Tensor | None,
         entropy: bool,
         chunk: int,
+        fuse: Fuse,
     ) -> tuple[Tensor, Tensor]:
         logp = hidden.new_empty(len(hidden), dtype=_wide(hidden))
         entropies = logp.new_empty(len(hidden) if entropy else 0)
+        score = fuse(_score_chunk)
         for rows in _chunks(len(hidden), chunk):
-            log_probs = _logits(hidden[rows], weight, temperature, forbidden).log_softmax(-1)
-            logp[rows] = log_probs.gather(-1, targets[rows, None])[:, 0]
-            if entropy:
-                torch.special.entr(log_probs.exp_(), out=log_probs)  # -p log p, and 0 where p is 0
-                entropies[rows] = log_probs.sum(-1)
-            del log_probs  # before the next chunk is allocated
+            logp[rows], found = score(hidden[rows], weight, targets[rows], temperature, forbidden, entropy)
+            if found is not None:
+                entropies[rows] = found
         ctx.save_for_backward(hidden, weight, targets, forbidden)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunk, ctx.fuse = temperature, chunk, fuse
         ctx.mark_non_differentiable(entropies)
         return logp, entropies
 
@@ -157,14 +159,40 @@ class _TokenScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logp: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, forbidden = ctx.saved_tensors
+        differentiate = ctx.fuse(_logit_gradients)
 
         def grad_logits(rows: slice) -> Tensor:
-            probs = _logits(hidden[rows], weight, ctx.temperature, forbidden).softmax(-1)
             scale = grad_logp[rows, None] / ctx.temperature
-            grad = probs.mul_(-scale).scatter_add_(1, targets[rows, None], scale)
-            return grad if forbidden is None else grad.index_fill_(1, forbidden, 0.0)  # a forbidden target is constant
+            grad: Tensor = differentiate(hidden[rows], weight, targets[rows], scale, ctx.temperature, forbidden)
+            return grad
 
-        return *_pull_back(ctx, hidden, weight, grad_logits), *(None,) * 5
+        return *_pull_back(ctx, hidden, weight, grad_logits), *(None,) * 6
+
+
+def _score_chunk(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, forbidden: Tensor | None, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    log_probs = _logits(hidden, weight, temperature, forbidden).log_softmax(-1)
+    logp = log_probs.gather(-1, targets[:, None])[:, 0]
+    if not entropy:
+        return logp, None
+    torch.special.entr(log_probs.exp_(), out=log_probs)  # -p log p, and 0 where p is 0
+    return logp, log_probs.sum(-1)
+
+
+def _logit_gradients(
+    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, temperature: float, forbidden: Tensor | None
+) -> Tensor:
+    """`scale` [C, 1] times ([j is the target] - p_j), in the dtype of the products."""
+    probs = _logits(hidden, weight, temperature, forbidden).softmax(-1)
+    if torch.compiler.is_compiling():  # the same numbers, without a scatter
+        is_target = torch.arange(len(weight), device=weight.device) == targets[:, None]
+        grad = torch.where(is_target, scale - scale * probs, -scale * probs)
+    else:
+        grad = probs.mul_(-scale).scatter_add_(1, targets[:, None], scale)
+    if forbidden is not None:  # a forbidden target is constant
+        grad = _fill_columns(grad, forbidden, 0.0)
+    return grad.to(hidden.dtype)
 
 
 class _FullKL(torch.autograd.Function):
@@ -199,7 +227,8 @@ class _FullKL(torch.autograd.Function):
         def grad_logits(rows: slice) -> Tensor:
             p, q = (hidden[rows], weight), (other_hidden[rows], other_weight)
             probs, gap = _probs_and_gap(p, q, ctx.temperature, forbidden)
-            return gap.sub_(kl[rows, None]).mul_(probs).mul_(grad_kl[rows, None] / ctx.temperature)
+            gap.sub_(kl[rows, None]).mul_(probs).mul_(grad_kl[rows, None] / ctx.temperature)
+            return gap.to(hidden.dtype)
 
         return *_pull_back(ctx, hidden, weight, grad_logits), *(None,) * 5
 
@@ -226,7 +255,7 @@ def _pull_back(
     grad_weight = torch.zeros_like(weight, dtype=_wide(weight)) if needs_weight else None
     with _no_autocast(hidden):
         for rows in _chunks(len(hidden), ctx.chunk):
-            grad = grad_logits(rows).to(hidden.dtype)
+            grad = grad_logits(rows)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ weight
             if grad_weight is not None and grad_weight.dtype == grad.dtype:
@@ -242,7 +271,15 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float, forbidden: Tenso
         logits = (hidden @ weight.T).to(_wide(hidden))
     if temperature != 1:
         logits.div_(temperature)
-    return logits if forbidden is None else logits.index_fill_(1, forbidden, -torch.inf)
+    return logits if forbidden is None else _fill_columns(logits, forbidden, -torch.inf)
+
+
+def _fill_columns(values: Tensor, columns: Tensor, number: float) -> Tensor:
+    """In place, unless it is compiled: a scatter could not be fused with other operations."""
+    if torch.compiler.is_compiling():
+        chosen = torch.zeros(values.shape[1], dtype=torch.bool, device=values.device).index_fill(0, columns, True)
+        return values.masked_fill(chosen, number)
+    return values.index_fill_(1, columns, number)
 
 
 def _no_autocast(like: Tensor) -> torch.autocast:

@@ -34,6 +34,7 @@ from mtrl.types import VISION_POOL, Prompt
 Mask = Tensor | BlockMask
 Masks = Mask | Mapping[str, Mask] | None  # one for all layers with attention, or one for each kind of them
 T = TypeVar("T")
+PREFER_FLASH = False  # over flex_attention, where both would do: not measured yet
 LOGITS_CHANGED_BY = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
@@ -54,7 +55,7 @@ class Backbone:
         ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
         check_supported(model)
-        self.model, self.ranks = model, ranks
+        self.model, self.ranks, self.compiled = model, ranks, compiled
         self.compute_dtype = compute_dtype or model.dtype
         self.family = find_family(model.config)
         self.vision_tower: Any = self.family.find_vision_tower(model)
@@ -224,7 +225,7 @@ class Backbone:
         """The mask for the kernels of this device: spans or blocks for one packed sequence, otherwise a matrix for
         each."""
         if packed and self.device.type == "cuda":
-            flash = rule == CAUSAL_RULE and self.has_flash_kernels
+            flash = PREFER_FLASH and rule == CAUSAL_RULE and self.has_flash_kernels
             return CascadeMask.from_documents(documents, self.device) if flash else documents.blocks(self.device, rule)
         return documents.dense(rule).to(self.device)
 

@@ -7,7 +7,7 @@ pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -32,11 +32,13 @@ from mtrl.models.families.model_family import Features
 from mtrl.models.layout import Layout, lay_out
 from mtrl.models.masked_attention import AttentionReader, MapReader, MassReader
 from mtrl.models.parallel.sequence import SequenceParallelGroup
+from mtrl.models.patches import compile_function
 from mtrl.models.routing import RoutingReader
 from mtrl.protocols import PromptEncoder
 from mtrl.types import SEGMENTS, Needs, Rollouts, Signal, Signals, TokenStates
 
 OLD_LOGPROBS = Needs("old_logprobs")
+FUSED_CHUNK = 2048  # positions; every chunk reads and writes the gradient of the output matrix
 Views = Sequence[tuple[np.ndarray, ...]]  # perturbed media per prompt
 
 
@@ -172,7 +174,7 @@ class Forward:
         """The `scores` of `response_hidden`."""
         targets = self._local_tokens(rollouts, hidden.device)
         matrix, rules = self.backbone.output_matrix, self.distribution()
-        scores = token_scores(hidden, matrix, targets, entropy=entropy, **rules)
+        scores = token_scores(hidden, matrix, targets, entropy=entropy, **rules | self._fusion())
         if entropy and (self.top_p < 1 or self.top_k > 0):
             support = support_mass(hidden, matrix, targets, top_p=self.top_p, top_k=self.top_k, **rules)
             scores = scores._replace(support=support)
@@ -193,6 +195,12 @@ class Forward:
         """The arguments of `algorithms.vocab` that define the distribution."""
         forbidden = to_device(torch.tensor(self.encoder.forbidden_ids, dtype=torch.long), self.backbone.device)
         return {"temperature": self.temperature, "forbidden": forbidden, "chunk": self.chunk}
+
+    def _fusion(self) -> dict[str, Any]:
+        """How `token_scores` handles a chunk, where pieces of the model are compiled."""
+        if not self.backbone.compiled:
+            return {}
+        return {"chunk": max(self.chunk, FUSED_CHUNK), "fuse": partial(compile_function, dynamic_dims=find_row_dims)}
 
     # ------------------------------------------------------------------------------------------------------- one pass
     def _prepare(self, rollouts: Rollouts, views: Sequence[Views | None]) -> tuple[Layout, list[Features | None]]:
@@ -335,6 +343,12 @@ class Forward:
         for values, (_, document) in zip(tails, clean, strict=True):
             prompt_mass[list(document.rows)] = values.mean(0)
         return {"attention_mass": mass, "prompt_attention_mass": prompt_mass}
+
+
+def find_row_dims(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
+    """The dimension of the arguments of a chunk's functions (`algorithms/vocab.py`) that counts its positions."""
+    hidden, _matrix, targets, *others = tensors
+    return ((each, 0) for each in (hidden, targets, *(other for other in others if other.dim() == 2)))
 
 
 def unpack_rows(values: Tensor, mask: Tensor) -> Tensor:

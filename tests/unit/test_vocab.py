@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.measure import compiled_graphs
 from mtrl.algorithms.vocab import full_kl, support_mass, token_scores
 from mtrl.memory.live_tensors import LiveTensors
+from mtrl.models.forward import find_row_dims
+from mtrl.models.patches import compile_function
 
 POSITIONS, VOCABULARY, WIDTH = 11, 23, 6
 FORBIDDEN = torch.tensor([0, 7, 22])
@@ -68,6 +73,22 @@ def test_token_scores_and_gradients(temperature: float, forbidden: Tensor | None
     assert scores.entropy is not None and not scores.entropy.requires_grad
     torch.testing.assert_close(scores.entropy, plain_entropy(plain).detach())
     torch.testing.assert_close(gradients(scores.logp, hidden, weight), gradients(logp, hidden, weight))
+
+
+@pytest.mark.slow  # compiles for a minute
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_chunks_give_the_same_numbers(dtype: torch.dtype) -> None:
+    """With one graph for chunks of all sizes."""
+    hidden, weight, targets = make(dtype)
+    rules: Any = {"temperature": 0.7, "forbidden": FORBIDDEN, "entropy": True, "chunk": 4}
+    expected = token_scores(hidden, weight, targets, **rules)
+    before = compiled_graphs()
+    found = token_scores(hidden, weight, targets, **rules, fuse=partial(compile_function, dynamic_dims=find_row_dims))
+    assert compiled_graphs() == before + 1
+    torch.testing.assert_close(found.logp, expected.logp)
+    torch.testing.assert_close(found.entropy, expected.entropy)
+    torch.testing.assert_close(gradients(found.logp, hidden, weight), gradients(expected.logp, hidden, weight))
+    assert compiled_graphs() == before + 2  # and one for the gradients
 
 
 @options
