@@ -18,7 +18,7 @@ from mtrl.rollout.decode.buffers import Buffers, Mode, Room
 from mtrl.rollout.decode.engine import bucket_size, prompts_at_once, read_prompts
 from mtrl.rollout.decode.layers import Shape, decoder_shape, explain_unsupported
 from mtrl.rollout.decode.step import Ops, Step
-from mtrl.rollout.local import LocalGenerator
+from mtrl.rollout.local import ROWS_AT_ONCE, LocalGenerator
 from mtrl.types import Prompt, Sampling
 
 META = torch.device("meta")
@@ -28,7 +28,7 @@ Parts = dict[str, int]  # bytes by purpose
 
 @dataclass(frozen=True)
 class Batch:
-    """The largest batch that is sampled at once."""
+    """The largest batch of an engine."""
 
     prompts: int
     prompt_tokens: int  # per prompt
@@ -39,6 +39,11 @@ class Batch:
         return self.prompts * self.sampling.n
 
     @property
+    def slots(self) -> int:
+        """Responses that are decoded at a time."""
+        return min(self.rows, ROWS_AT_ONCE)
+
+    @property
     def tokens(self) -> int:
         return self.prompt_tokens + self.sampling.max_new_tokens
 
@@ -47,8 +52,9 @@ class Batch:
 def run_plain_prefill(
     backbone: Backbone, encoder: PromptEncoder, prompts: Sequence[Prompt], sampling: Sampling
 ) -> None:
-    """Run the prefill and sample one token."""
-    LocalGenerator(backbone, encoder).generate(prompts, replace(sampling, max_new_tokens=1, version=0))
+    """Run the prefill of the first batch and sample one token."""
+    first = prompts[: max(1, ROWS_AT_ONCE // sampling.n)]
+    LocalGenerator(backbone, encoder).generate(first, replace(sampling, max_new_tokens=1, version=0))
 
 
 # -------------------------------------------------------------------------------------------------------- graph engine
@@ -67,7 +73,7 @@ def count_graph_engine(model: Any, compute: torch.dtype, batch: Batch, on_gpu: b
     copied = {id(p): p.numel() for p in (*lm.parameters(), output) if p.dtype != compute}
     weights: Any = Shapes(replace(decoder_shape(lm), vocabulary=len(output)), compute)
     room = Room.for_batch([batch.prompt_tokens] * batch.prompts, [batch.prompt_tokens], batch.sampling.n,
-                          batch.sampling.max_new_tokens)  # fmt: skip
+                          batch.sampling.max_new_tokens, ROWS_AT_ONCE)  # fmt: skip
     cuts = batch.sampling.temperature > 0 and batch.sampling.cut
     with LiveTensors() as live:
         buffers = Buffers(weights, room, META)

@@ -192,7 +192,7 @@ def add_engine(fake: FakeModel, plan: Plan, passes: Sequence[Parts]) -> list[Par
     compute, batch = DTYPES[plan.compute], plan.limits.batch
     if not uses_graphs(fake, plan):
         size = model_size(fake.model)
-        last_token = peak_decode_bytes(size, fake.model.dtype, compute, batch.rows, batch.tokens, batch.sampling.cut)
+        last_token = peak_decode_bytes(size, fake.model.dtype, compute, batch.slots, batch.tokens, batch.sampling.cut)
         return [*passes, last_token]
     parts = count_graph_engine(fake.model, compute, batch, plan.on_gpu)
     return [parts | each for each in passes]

@@ -22,6 +22,7 @@ from mtrl.memory.live_tensors import LiveTensors
 from mtrl.models.forward import Forward, unpack
 from mtrl.models.parallel.fsdp import local_tensor, run_forward
 from mtrl.protocols import Generator, PromptEncoder
+from mtrl.rollout.decode.engine import ROWS_PER_SLOT
 from mtrl.rollout.local import ROWS_AT_ONCE
 from mtrl.types import FinishReason, Medium, Needs, Prompt, Rollouts, Sampling, Task
 from mtrl.utils.errors import DeviceFull, StartError
@@ -29,6 +30,7 @@ from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.offload import parameter_pieces
 
 GIB = 2**30
+ROWS_PER_BATCH = ROWS_PER_SLOT * ROWS_AT_ONCE
 ADAM_STATES = 2  # per trainable weight
 DOES_NOT_FIT = {
     "optimizer": "the states of the optimizer do not fit",
@@ -55,9 +57,9 @@ class Limits:
 
     @property
     def batch(self) -> Batch:
-        """The batch that is sampled at once if it fits."""
-        n = min(self.sampling.n, ROWS_AT_ONCE)
-        return Batch(min(self.prompts, ROWS_AT_ONCE // n), self.prompt_tokens, replace(self.sampling, n=n))
+        """The largest batch of an engine, if it fits. Engines that take smaller ones cut it."""
+        n = min(self.sampling.n, ROWS_PER_BATCH)
+        return Batch(min(self.prompts, ROWS_PER_BATCH // n), self.prompt_tokens, replace(self.sampling, n=n))
 
     @property
     def probe_needs(self) -> Needs:

@@ -87,17 +87,23 @@ class LocalGenerator(EngineLifecycle):
 
     @torch.no_grad()
     def preflight(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        """If it does not fit, fewer rows are sampled at once from now on, as in `generate`."""
-        self._run_batches(prompts, sampling, self.allocate_most)
+        """Runs the first batch. If it does not fit, fewer rows are sampled at once from now on, as in `generate`."""
+        first = prompts[: max(1, self.rows_per_batch // sampling.n)]
+        self._run_batches(first, sampling, self.allocate_most)
+
+    @property
+    def rows_per_batch(self) -> int:
+        """The most rows that `decode` gets."""
+        return self.rows_at_once
 
     def _run_batches(self, prompts: Sequence[Prompt], sampling: Sampling, decode: Decode) -> Decoded:
-        """All responses, at most `rows_at_once` together: whole groups, or parts of a larger one."""
+        """All responses, batch by batch: whole groups, or parts of a larger one."""
         first, n = first_sample_numbers([prompt.task.id for prompt in prompts], sampling), sampling.n
         rows = Decoded([], [], [])
         while len(rows.tokens) < n * len(prompts):
             index, sample = divmod(len(rows.tokens), n)
-            groups = 1 if sample else max(1, self.rows_at_once // n)
-            batch, count = slice(index, index + groups), min(n - sample, self.rows_at_once)
+            groups = 1 if sample else max(1, self.rows_per_batch // n)
+            batch, count = slice(index, index + groups), min(n - sample, self.rows_per_batch)
             numbers = [sample + each for each in first[batch]]
             decoded = self._try_batch(decode, prompts[batch], numbers, replace(sampling, n=count))
             if decoded is not None:
@@ -116,7 +122,7 @@ class LocalGenerator(EngineLifecycle):
         self.free_buffers()
         gc.collect()
         torch.cuda.empty_cache()
-        rows = len(prompts) * sampling.n
+        rows = min(len(prompts) * sampling.n, self.rows_at_once)
         if rows == 1:
             raise DeviceFull(f"the device has no room to sample a single response. {problem} Set {LOWERS_MEMORY}")
         self.rows_at_once = rows // 2

@@ -42,7 +42,8 @@ def close(found, expected, dtype=torch.float32):
 def running_rows(rows=16):
     """Every row somewhere in its response, on a slot that is not its own number."""
     state = Rows(ROOM, DEVICE)
-    state.restart(torch.arange(rows, device=DEVICE).int() + 5, torch.rand(rows, ROOM.new, dtype=torch.double))
+    slots = torch.arange(rows, device=DEVICE)
+    state.begin(slots, slots.int() + 5, torch.rand(rows, ROOM.new, dtype=torch.double).to(DEVICE))
     state.token[:] = torch.randint(0, SHAPE.vocabulary, (ROOM.slots + 1,)).int()
     state.count[:rows] = 1 + torch.arange(rows).int() % 9
     state.kv_index[:rows] = torch.arange(rows).int() * ROOM.new + state.count[:rows].cpu() - 1
@@ -212,7 +213,7 @@ def test_every_token_is_chosen_for_its_share_of_the_uniforms():
     chosen = []
     for ops in (kernels, plain):
         rows = Rows(ROOM, DEVICE)
-        rows.restart(torch.zeros(16, device=DEVICE).int(), uniforms[:, None])
+        rows.begin(torch.arange(16, device=DEVICE), torch.zeros(16, device=DEVICE).int(), uniforms[:, None].to(DEVICE))
         sampled(ops, raw, (1.0, 1.0, 0), rows, shuffled_slots(), forbidden=range(193, 200))
         chosen.append(rows.token[:16].tolist())
     assert chosen[0] == chosen[1] and chosen[0] == sorted(chosen[0])
@@ -240,10 +241,14 @@ def test_a_graph_reads_its_settings_from_memory():
 
 
 def test_room_grows_and_never_shrinks():
-    small = Room.for_batch([642] * 8, [100] * 8, n=8, new=256)
+    small = Room.for_batch([642] * 8, [100] * 8, n=8, new=256, slots=512)
     assert small.pieces_of_prompt == 8 and small.pieces == 9 and replace(small, longest=2**15).pieces_of_prompt == 16
     assert small.union(None) == small == small.union(replace(small, longest=512, slots=16))
     assert small.slots == 64 and small.groups == 8 and small.prompt_tokens >= 8 * 642
-    assert Room.for_batch([640] * 8, [90] * 8, n=8, new=256) == small, "a batch a little smaller finds the same room"
-    large = Room.for_batch([5000], [5000], n=20, new=64).union(small)
+    assert Room.for_batch([640] * 8, [90] * 8, n=8, new=256, slots=512) == small, (
+        "a batch a little smaller finds the same room"
+    )
+    large = Room.for_batch([5000], [5000], n=20, new=64, slots=512).union(small)
+    few = Room.for_batch([642] * 64, [100] * 64, n=16, new=256, slots=100)
+    assert few.slots == 112 and few.groups == 128 and few.prompt_tokens >= 64 * 642, "all prompts, some responses"
     assert large.longest >= 5000 and large.slots == 64 and large.new == 256 and large.positions >= 5064

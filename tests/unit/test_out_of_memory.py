@@ -41,16 +41,17 @@ def engine(request, encoder):
 
 
 class Full:
-    """The `decode` of an engine on a device that has room for so many rows. What failed is let go before the next."""
+    """The `decode` of an engine on a device that has room for so many rows at a time. What failed is let go before the
+    next."""
 
     def __init__(self, engine, room):
-        self.decode, self.room, self.tried, self.sampled = engine.decode, room, [], []
+        self.engine, self.decode, self.room, self.tried, self.sampled = engine, engine.decode, room, [], []
         self.held = weakref.WeakSet()
         engine.decode = self
 
     def __call__(self, prompts, first, sampling):
         assert not self.held, "tensors of the previous batch are still held"
-        rows = len(prompts) * sampling.n
+        rows = min(len(prompts) * sampling.n, self.engine.rows_at_once)
         self.tried.append(rows)
         made = self.decode(prompts, first, sampling)
         if rows > self.room:
@@ -75,6 +76,8 @@ def test_a_full_device_changes_no_tokens(engine, caplog, room, tried, halvings):
     full = Full(engine, room)
     with caplog.at_level(logging.WARNING):
         found = engine.generate(prompts, SAMPLING)
+    if engine.rows_per_batch > engine.rows_at_once:  # fewer batches of the same sizes
+        full.tried, tried = (list(dict.fromkeys(each)) for each in (full.tried, tried))
     assert full.tried == tried
     assert full.sampled == [(prompt.task.id, i) for prompt in prompts for i in range(6)], "each once"
     assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.mask, expected.mask)
@@ -92,22 +95,23 @@ def test_it_stays_halved_and_reports_it_once(engine, caplog):
     engine.generate(prompts, SAMPLING)
     caplog.clear()
     engine.generate(prompts, replace(SAMPLING, step=1))
-    assert full.tried == [24, 12, 12, 12, 12] and not caplog.records
+    assert full.tried[0] == 24 and set(full.tried[1:]) == {12} and not caplog.records
 
 
 def test_finished_batches_are_kept(engine):
-    """The device fills up while the second of three batches is sampled."""
-    engine.rows_at_once = 8
+    """The device fills up while the second batch is sampled; a batch has 8 rows."""
+    engine.rows_at_once = rows = 8 * engine.rows_at_once // engine.rows_per_batch
     full = Full(engine, 24)
     decode = full.__call__
 
     def filling(prompts, first, sampling):
-        full.room = 2 if len(full.tried) == 1 else full.room
+        full.room = rows // 2 if len(full.tried) == 1 else full.room
         return decode(prompts, first, sampling)
 
     engine.decode = filling
-    engine.generate(prompts_for(FAMILY)[:3], replace(SAMPLING, n=4))
-    assert full.tried == [8, 4, 2, 2] and len(set(full.sampled)) == 12
+    engine.generate(prompts_for(FAMILY)[:4], replace(SAMPLING, n=4))
+    assert full.tried[:3] == [rows, rows, rows // 2] and set(full.tried[3:]) <= {rows // 2}
+    assert len(set(full.sampled)) == len(full.sampled) == 16
 
 
 def test_a_single_response_that_does_not_fit_is_reported(engine):

@@ -9,6 +9,7 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
+from mtrl.models.device_copy import to_device
 from mtrl.rollout.decode.arena import Arena, make_arena, round_up
 from mtrl.rollout.decode.fused_weights import DecodeWeights
 from mtrl.rollout.decode.layers import Shape
@@ -42,7 +43,7 @@ def round_up_coarsely(n: int, least: int) -> int:
 class Room:
     """The size of the buffers."""
 
-    slots: int  # responses
+    slots: int  # responses at a time
     groups: int  # each has up to MEMBERS responses to the same prompt
     new: int  # tokens of a response
     prompt_tokens: int  # total of all prompts
@@ -50,12 +51,13 @@ class Room:
     positions: int
 
     @classmethod
-    def for_batch(cls, lengths: Sequence[int], first: Sequence[int], n: int, new: int) -> Room:
-        """For prompts of these lengths, whose responses begin at these positions. Rounded up, so that the slightly
-        different next batch can use the same graphs."""
+    def for_batch(cls, lengths: Sequence[int], first: Sequence[int], n: int, new: int, slots: int) -> Room:
+        """For prompts of these lengths, whose responses begin at these positions, `slots` of them at a time. Rounded
+        up, so that the slightly different next batch can use the same graphs."""
+        slots = min(slots, len(lengths) * n)
         return cls(
-            slots=round_up(len(lengths) * n, 16),
-            groups=power_of_two(len(lengths) * -(-n // MEMBERS)),
+            slots=round_up(slots, 16),
+            groups=power_of_two(min(slots, len(lengths) * -(-n // MEMBERS))),
             new=new,
             prompt_tokens=round_up_coarsely(sum(lengths), 4096),
             longest=power_of_two(max(lengths), 512),
@@ -77,8 +79,8 @@ class Room:
 
 
 class Rows:
-    """The state of each response, by slot. When rows end, only the slot table changes, and nothing is moved. The last
-    slot is unused: rows without a response write there."""
+    """The state of each response, by slot. When rows end, only the slot table changes, and nothing is moved; their
+    slots go to the next responses. The last slot is unused: rows without a response write there."""
 
     def __init__(self, room: Room, device: torch.device) -> None:
         self.slots, self.new = room.slots, room.new
@@ -96,15 +98,19 @@ class Rows:
         self.logps = torch.zeros(room.slots + 1, room.new, device=device)
         self.uniforms = torch.zeros(room.slots + 1, room.new, dtype=torch.float64, device=device)
 
-    def restart(self, first: Tensor, uniforms: Tensor) -> None:
-        """`first` [rows]: the position of each response's first token; `uniforms` [rows, tokens]: its random
-        numbers."""
-        for numbers in (self.token, self.count, self.first, self.done, self.lengths, self.kv_index, self.position):
-            numbers.zero_()
-        rows, tokens = uniforms.shape
-        self.limit.fill_(tokens)
-        self.first[:rows] = first
-        self.uniforms[:rows, :tokens] = uniforms
+    def begin(self, slots: Tensor, first: Tensor, uniforms: Tensor) -> None:
+        """New responses in these slots. `first` [slots]: the position of the first token; `uniforms` [slots, tokens]:
+        the random numbers."""
+        tokens = uniforms.shape[1]
+        for numbers in (self.token, self.count, self.done, self.lengths, self.kv_index, self.position):
+            numbers.index_fill_(0, slots, 0)
+        self.limit.index_fill_(0, slots, tokens)
+        self.first.index_copy_(0, slots, first)
+        self.uniforms[:, :tokens].index_copy_(0, slots, uniforms)
+
+    def take(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Copies of the tokens, log-probs and lengths in these slots."""
+        return self.tokens[slots], self.logps[slots], self.lengths[slots]
 
 
 @dataclass(frozen=True)
@@ -169,7 +175,7 @@ class SlotTable:
             (self.start, [starts[p] for p, _ in groups] + [0] * empty),
             (self.length, [lengths[p] for p, _ in groups] + [0] * empty),
         ):
-            buffer.copy_(torch.tensor(value, dtype=torch.int32))
+            buffer.copy_(to_device(torch.tensor(value, dtype=torch.int32), buffer.device))
 
 
 class KeysAndValues:

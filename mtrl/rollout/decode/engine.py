@@ -1,5 +1,5 @@
 """Groups of responses decoded together: prompts are read once by the trainer's own modules, then every step is one CUDA
-graph, and finished rows leave the batch."""
+graph, and the slots of finished rows go to the next ones."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mtrl.models.backbone import Backbone, Cache, prompt_positions, vision_tokens
+from mtrl.models.device_copy import to_device
 from mtrl.protocols import PromptEncoder
 from mtrl.rollout.decode.arena import round_up
 from mtrl.rollout.decode.buffers import Buffers, Mode, Room
 from mtrl.rollout.decode.fused_weights import DecodeWeights
 from mtrl.rollout.decode.layers import explain_unsupported
+from mtrl.rollout.decode.row_queue import EndedRows, Poll, RowQueue
 from mtrl.rollout.decode.step import Ops, Step, triton_ops
 from mtrl.rollout.local import ROWS_AT_ONCE, Decoded, LocalGenerator, explain_non_finite
 from mtrl.rollout.sampling import row_uniforms
@@ -27,6 +29,7 @@ from mtrl.utils.errors import Diverged
 logger = logging.getLogger(__name__)
 BUCKETS = (64, 128, 256, 512)  # rows of a step; fewer than 64 are no faster
 POLL = 4  # steps between two checks for finished rows
+ROWS_PER_SLOT = 4  # responses of a batch for each that is decoded at a time; their prompts are in memory together
 PREFILL_TOKENS = 32_768  # prompt tokens in one pass, with padding
 
 
@@ -90,6 +93,10 @@ class GraphGenerator(LocalGenerator):
         self.steps: dict[tuple[int, Mode], Step] = {}
         self.graphs: dict[tuple[int, Mode], Any] = {}
 
+    @property
+    def rows_per_batch(self) -> int:
+        return ROWS_PER_SLOT * self.rows_at_once
+
     def sleep(self) -> None:
         for holder in (self.weights, self.buffers):
             if holder is not None:
@@ -112,15 +119,16 @@ class GraphGenerator(LocalGenerator):
         positions = [prompt_positions(each) for each in inputs]
         begins = [int(each.max()) + 1 for each in positions]
         lengths = [len(prompt.ids) for prompt in prompts]
-        buffers = self._prepare(Room.for_batch(lengths, begins, sampling.n, max(new, sampling.max_new_tokens)))
+        new = max(new, sampling.max_new_tokens)
+        buffers = self._prepare(Room.for_batch(lengths, begins, sampling.n, new, self.rows_at_once))
         mode = buffers.rules.set(
             sampling.temperature, sampling.top_p, sampling.top_k, self.encoder.forbidden_ids, self.encoder.stop_ids
         )
         self._step(self._bucket(buffers.room.slots), mode)  # the largest first: all others share its scratch
         prefilled = self._prefill(buffers, prompts, inputs, positions, begins)
+        del inputs  # the pixels
         uniforms = row_uniforms([prompt.task.id for prompt in prompts], first, sampling)
-        self._run(buffers, prefilled, mode, uniforms, sampling.n)
-        return self._results(buffers, len(uniforms))
+        return self._run(buffers, prefilled, mode, uniforms, sampling.n)
 
     def _prepare(self, needed: Room) -> Buffers:
         """Refreshes the weights and provides buffers with room; keeps the addresses that graphs read if possible."""
@@ -170,33 +178,49 @@ class GraphGenerator(LocalGenerator):
         return hidden[torch.arange(len(prompts), device=device), (lengths - 1).to(device)]
 
     # -------------------------------------------------------------------------------------------------------- decoding
-    def _run(self, buffers: Buffers, prompts: Prefilled, mode: Mode, uniforms: Tensor, n: int) -> None:
+    def _run(self, buffers: Buffers, prompts: Prefilled, mode: Mode, uniforms: Tensor, n: int) -> Decoded:
         """Runs steps until all rows have ended. The flags of ended rows are read one poll later, so that the device
         never waits."""
-        device, (rows, tokens) = self.backbone.device, uniforms.shape
-        prompt_of = [p for p in range(len(prompts.lengths)) for _ in range(n)]
-        buffers.rows.restart(torch.tensor(prompts.first, dtype=torch.int32)[prompt_of].to(device), uniforms.to(device))
-        live = list(range(rows))
-        size = self._bucket(rows)
-        step = self._assign_slots(size, mode, live, prompt_of, prompts)
-        step.normed[:rows] = prompts.hidden[torch.tensor(prompt_of, device=device)].to(step.normed.dtype)
-        step.normed[rows:] = 0  # uninitialized memory may be NaN, which Triton's interpreter rejects
-        step.sample()
-        copies: list[tuple[Tensor, Any]] = []
-        for t in range(1, tokens):
+        queue = RowQueue(len(uniforms), min(self.rows_at_once, len(uniforms)), n, uniforms.shape[1])
+        uniforms, ended = to_device(uniforms, self.backbone.device), EndedRows(len(uniforms))
+        size = self._begin(buffers, prompts, mode, queue, uniforms)
+        polls: list[Poll] = []
+        while queue.live:
+            if slots := queue.find_ended(polls[0] if len(polls) > 1 else None):
+                ended.add(queue.release(slots), buffers.rows.take(self._index(slots)))
+                size = self._begin(buffers, prompts, mode, queue, uniforms, size)
+                continue  # a response may have a single token
             self._replay(size, mode)
-            if t % self.poll:
-                continue
-            copies.append(self._copy_ended(buffers))
-            if len(copies) < 2:
-                continue
-            ended = self._wait_ended(*copies.pop(0))
-            live = [slot for slot in live if not ended[slot]]
-            if not live:
-                break
-            if (smaller := self._bucket(len(live))) != size:
-                size = smaller
-                self._assign_slots(size, mode, live, prompt_of, prompts)
+            queue.now += 1
+            if queue.now % self.poll == 0:
+                polls = [*polls[-1:], self._poll(buffers, queue.now)]
+        tokens, logps = ended.split()
+        if not all(bool(row.isfinite().all()) for row in logps):
+            raise Diverged(explain_non_finite(self.version, self.backbone.compute_dtype))
+        return Decoded(tokens, logps, [])
+
+    def _begin(
+        self, buffers: Buffers, prompts: Prefilled, mode: Mode, queue: RowQueue, uniforms: Tensor, size: int = 0
+    ) -> int:  # fmt: skip
+        """Samples the first tokens of the next rows in the free slots, and gives the live rows to the step of the
+        smallest bucket; returns its size, which was `size`."""
+        slots, rows = queue.fill()
+        if rows:
+            index, prompt_of = self._index(rows), torch.tensor([row // queue.n for row in rows])
+            first = torch.tensor(prompts.first, dtype=torch.int32)[prompt_of]
+            buffers.rows.begin(self._index(slots), to_device(first, index.device), uniforms[index])
+            step = self._step(self._bucket(len(rows)), mode)
+            step.slot_table.assign(slots, queue.prompt_of, prompts.starts, prompts.lengths)
+            step.normed[: len(rows)] = prompts.hidden[to_device(prompt_of, index.device)].to(step.normed.dtype)
+            step.normed[len(rows) :] = 0  # uninitialized memory may be NaN, which Triton's interpreter rejects
+            step.sample()
+        needed = self._bucket(len(queue.live))
+        if queue.live and (rows or needed != size):
+            self._assign_slots(needed, mode, queue.live, queue.prompt_of, prompts)
+        return needed
+
+    def _index(self, numbers: Sequence[int]) -> Tensor:
+        return to_device(torch.tensor(numbers, dtype=torch.long), self.backbone.device)
 
     def _bucket(self, rows: int) -> int:
         return bucket_size(rows, self.buckets)
@@ -210,12 +234,11 @@ class GraphGenerator(LocalGenerator):
 
     def _assign_slots(
         self, size: int, mode: Mode, live: Sequence[int], prompt_of: Sequence[int], prompts: Prefilled
-    ) -> Step:  # fmt: skip
+    ) -> None:  # fmt: skip
         step = self._step(size, mode)
         if self.backbone.device.type == "cuda" and (size, mode) not in self.graphs:
             self.graphs[size, mode] = self._capture(step)
         step.slot_table.assign(live, prompt_of, prompts.starts, prompts.lengths)
-        return step
 
     def _capture(self, step: Step) -> Any:
         """No slots are assigned yet: the step that compiles the kernels writes to the unused slot. It runs in the
@@ -240,28 +263,15 @@ class GraphGenerator(LocalGenerator):
         else:
             graph.replay()
 
-    def _copy_ended(self, buffers: Buffers) -> tuple[Tensor, Any]:
+    def _poll(self, buffers: Buffers, now: int) -> Poll:
         """Starts a copy of the flags of ended rows to the CPU."""
         if self.backbone.device.type != "cuda":
-            return buffers.rows.done.clone(), None
-        ended = torch.empty(len(buffers.rows.done), dtype=torch.int32, pin_memory=True)
-        ended.copy_(buffers.rows.done, non_blocking=True)
+            return Poll(now, buffers.rows.done.clone())
+        done = torch.empty(len(buffers.rows.done), dtype=torch.int32, pin_memory=True)
+        done.copy_(buffers.rows.done, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        return ended, event
-
-    def _wait_ended(self, ended: Tensor, event: Any) -> list[int]:
-        if event is not None:
-            event.synchronize()
-        return ended.tolist()
-
-    def _results(self, buffers: Buffers, rows: int) -> Decoded:
-        ends = buffers.rows.lengths[:rows].tolist()
-        tokens, logps = buffers.rows.tokens[:rows].cpu().long(), buffers.rows.logps[:rows].to("cpu", copy=True)
-        split = [[row[:end] for row, end in zip(rows_of, ends, strict=True)] for rows_of in (tokens, logps)]
-        if not all(bool(row.isfinite().all()) for row in split[1]):
-            raise Diverged(explain_non_finite(self.version, self.backbone.compute_dtype))
-        return Decoded(split[0], split[1], [])
+        return Poll(now, done, event.synchronize)
 
 
 def read_prompts(
