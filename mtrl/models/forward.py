@@ -7,7 +7,7 @@ pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -83,10 +83,16 @@ class Forward:
         values = self.response_hidden(rollouts).float() @ self.backbone.output_matrix[0].float()
         return self.gather_tokens(values, rollouts)
 
-    @torch.no_grad()
     def signals(self, rollouts: Rollouts, needs: Needs = OLD_LOGPROBS, views: Views | None = None) -> Signals:
         """The signals in `needs` for every token, under the original image and, for comparisons, perturbed `views`. If
         only attention is needed, the vocabulary is skipped."""
+        return self.start_signals(rollouts, needs, views)()
+
+    @torch.no_grad()
+    def start_signals(
+        self, rollouts: Rollouts, needs: Needs = OLD_LOGPROBS, views: Views | None = None
+    ) -> Callable[[], Signals]:
+        """Queue the pass of `signals`, and return a function that waits for it: meanwhile the device gets the next."""
         assert needs.views == 1 or views is not None, "two views are compared"
         layout, features = self._prepare(rollouts, [None, views][: needs.views])
         reader = self._make_mass_reader(layout) if "attention_mass" in needs else None
@@ -100,17 +106,26 @@ class Forward:
         scored = self._score_views(hidden, rollouts, needs) if needs.without(*ATTENTION) else {}
         extra = self._measure_custom(hidden, rollouts, needs.custom)
         scored |= {name: self.gather_tokens(values, rollouts) for name, values in similar.items()}
-        signals = {name: unpack(values.cpu(), rollouts.mask) for name, values in scored.items()}
         if routing is not None:
-            signals["routing_mismatch"] = self.unpack_mismatch(routing, rollouts)
+            scored["routing_mismatch"] = self.gather_mismatch(routing, rollouts)
+
+        def collect() -> Signals:
+            signals = self._unpack_scored(scored, rollouts, needs)
+            mass = {} if reader is None else self._unpack_mass(reader, layout, rollouts)
+            maps = None if patches is None else patches.maps(len(rollouts))
+            return Signals(**signals, **mass, attention_maps=maps, extra=extra)
+
+        return collect
+
+    def _unpack_scored(self, scored: dict[str, Tensor], rollouts: Rollouts, needs: Needs) -> dict[str, Tensor]:
+        """[N, T] each, on the CPU, and the dependency on the image from the log-probs of both views."""
+        signals = {name: unpack(values.cpu(), rollouts.mask) for name, values in scored.items()}
         if "dependency" in signals:
             signals["dependency"] = bounded_dependency(signals["dependency"], rollouts.mask)
         elif "dependency" in needs:
             old, perturbed = signals["old_logprobs"], signals["perturbed_logprobs"]
             signals["dependency"] = visual_dependency(old, perturbed, rollouts.mask)
-        mass = {} if reader is None else self._unpack_mass(reader, layout, rollouts)
-        maps = None if patches is None else patches.maps(len(rollouts))
-        return Signals(**signals, **mass, attention_maps=maps, extra=extra)
+        return signals
 
     def _score_views(self, hidden: list[Tensor], rollouts: Rollouts, needs: Needs) -> dict[str, Tensor]:
         """Each signal of the vocabulary as [M], on the device, so nothing waits for the device in between. A new signal
@@ -299,10 +314,10 @@ class Forward:
         own = experts[self.sp_group.local_tokens(len(experts))]
         return RoutingReader(self.backbone.routers, to_device(own, self.backbone.device))
 
-    def unpack_mismatch(self, routing: RoutingReader, rollouts: Rollouts) -> Tensor:
-        """[N, T], on the CPU."""
+    def gather_mismatch(self, routing: RoutingReader, rollouts: Rollouts) -> Tensor:
+        """[M]"""
         assert routing.mismatch is not None, "a pass has been read"
-        return unpack(self.gather_tokens(routing.mismatch, rollouts).cpu(), rollouts.mask)
+        return self.gather_tokens(routing.mismatch, rollouts)
 
     # ------------------------------------------------------------------------------------------------------ attention
     def _make_mass_reader(self, layout: Layout) -> MassReader:

@@ -22,7 +22,7 @@ from mtrl.models.state_dicts import exported_weights
 from mtrl.protocols import Snapshot
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch, Weights
 from mtrl.workers.learner import Learner, OptimizerSettings
-from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.micro_batches import Measure, MicroBatching
 from mtrl.workers.offload import OffloadedTensors
 from mtrl.workers.reference import Reference
 
@@ -77,7 +77,7 @@ class LocalActor:
         signals = self._probe_policy(rollouts, needs.of_policy, step)
         if not (needs := needs.of_reference):
             return signals
-        measure = lambda rows: self._needed_reference.signals(rows, needs, self.forward)  # noqa: E731
+        measure = lambda rows: self._needed_reference.start_signals(rows, needs, self.forward)  # noqa: E731
         return signals.merge(self._with_reference(lambda: self._probe_in_passes(rollouts, measure)))
 
     @property
@@ -99,13 +99,13 @@ class LocalActor:
         return self._probe_in_passes(rollouts, lambda rows: self._signals(rows, needs, step), needs.views)
 
     @torch.no_grad()
-    def _probe_in_passes(self, rollouts: Rollouts, measure: Callable[[Rollouts], Signals], views: int = 1) -> Signals:
+    def _probe_in_passes(self, rollouts: Rollouts, measure: Measure, views: int = 1) -> Signals:
         batching = self.learner.limit_passes(self.probe_batching)
         return batching.probe(rollouts, lambda rows: run_forward(self.model, partial(measure, rows)), views)
 
-    def _signals(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
+    def _signals(self, rollouts: Rollouts, needs: Needs, step: int) -> Callable[[], Signals]:
         views = [self.perturbation.view(p, step) for p in rollouts.prompts] if needs.views == 2 else None
-        return self.forward.signals(rollouts, needs, views)
+        return self.forward.start_signals(rollouts, needs, views)
 
     # ------------------------------------------------------------------------------------------------------ updating
     def update(self, batches: Iterable[TrainBatch], loss: Loss) -> dict[str, float]:
@@ -129,7 +129,7 @@ class LocalActor:
             scores = self.forward.scores(rollouts, entropy=fresh, routing=routing)
         total, metrics = total_loss(unpack(scores.logp, mask).cpu(), batch, loss, kl)
         if routing is not None:
-            mismatch = self.forward.unpack_mismatch(routing, rollouts)
+            mismatch = unpack(self.forward.gather_mismatch(routing, rollouts).cpu(), mask)
             metrics["routing_mismatch"] = weighted_sum(batch.weights.token, mismatch)
         if scores.entropy is not None:
             metrics["entropy"] = weighted_sum(batch.weights.token, unpack(scores.entropy, mask).cpu())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -55,9 +55,9 @@ class LocalCritic:
         return self.learner.limit_passes(self.probe_batching).probe(rollouts, self._signals)
 
     @torch.no_grad()
-    def _signals(self, rollouts: Rollouts) -> Signals:
+    def _signals(self, rollouts: Rollouts) -> Callable[[], Signals]:
         values = run_forward(self.model, lambda: self.forward.values(rollouts))
-        return Signals(values=unpack(values, rollouts.mask).cpu())
+        return lambda: Signals(values=unpack(values, rollouts.mask).cpu())
 
     def update(self, batches: Iterable[TrainBatch], loss: ValueLoss) -> dict[str, float]:
         return self.learner.update(batches, lambda batch: self._loss(batch, loss))

@@ -14,6 +14,7 @@ from mtrl.types import Rollouts, Signals
 from mtrl.utils.record_rows import join_rows, take_rows
 
 NO_LIMIT = 1 << 62
+Measure = Callable[[Rollouts], Callable[[], Signals]]  # queues the pass of some rows; then waits for its signals
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,10 @@ class MicroBatching:
             return replace(self, rows=min(self.rows, limit))
         return replace(self, tokens=limit if self.tokens is None else min(self.tokens, limit))
 
-    def probe(self, rollouts: Rollouts, measure: Callable[[Rollouts], Signals], views: int = 1) -> Signals:
-        """Measures the rollouts pass by pass; returns the signals in the order of the rows."""
-        rows, parts = [], []
-        for index, counts in self.passes(rollouts, views):
-            part = measure(rollouts.rows(index))
-            if counts:
-                rows.append(index)
-                parts.append(part)
-        return take_rows(join_rows(parts), torch.argsort(torch.cat(rows)))
+    def probe(self, rollouts: Rollouts, measure: Measure, views: int = 1) -> Signals:
+        """Measures the rollouts pass by pass; returns signals in the order of the rows. All passes are queued before
+        the first one is waited for, so that the device never waits."""
+        started = [(index, measure(rollouts.rows(index)), counts) for index, counts in self.passes(rollouts, views)]
+        parts = [(index, collect()) for index, collect, counts in started if counts]
+        order = torch.argsort(torch.cat([index for index, _ in parts]))
+        return take_rows(join_rows([part for _, part in parts]), order)

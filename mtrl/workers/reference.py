@@ -40,7 +40,8 @@ class Reference:
     def from_model(cls, model: Any, policy: Forward) -> Reference:
         """Another model behind the policy's passes, sharded like the policy."""
         model.eval().requires_grad_(False)
-        backbone = Backbone(model, policy.backbone.compute_dtype, ranks=policy.backbone.ranks)
+        own = policy.backbone
+        backbone = Backbone(model, own.compute_dtype, compiled=own.compiled, ranks=own.ranks)
         return cls(replace(policy, backbone=backbone))
 
     @classmethod
@@ -53,19 +54,23 @@ class Reference:
         copy_model(self.forward.backbone.model, policy.backbone.model)
 
     @torch.no_grad()
-    def signals(self, rollouts: Rollouts, needs: Needs, policy: Forward) -> Signals:
+    def start_signals(self, rollouts: Rollouts, needs: Needs, policy: Forward) -> Callable[[], Signals]:
         """Log-probs and users' signals, and the policy's divergence from the reference over the whole vocabulary, if
-        needed."""
-        signals = Signals()
+        needed; as `Forward.start_signals`."""
+        measure: Callable[[], Signals] = Signals
         if needs.without("divergence"):
             with self.active():
-                measured = self.forward.signals(rollouts, Needs("old_logprobs", custom=needs.custom))
-            signals = Signals(ref_logprobs=measured.old_logprobs, extra=measured.extra)
-        if "divergence" not in needs:
-            return signals
-        theirs = self.response_hidden(rollouts)
-        kl = self.divergence(policy.response_hidden(rollouts), theirs, policy, rollouts)
-        return replace(signals, divergence=unpack(kl, rollouts.mask).cpu())
+                measure = self.forward.start_signals(rollouts, Needs("old_logprobs", custom=needs.custom))
+        kl: Tensor | None = None
+        if "divergence" in needs:
+            theirs = self.response_hidden(rollouts)
+            kl = self.divergence(policy.response_hidden(rollouts), theirs, policy, rollouts)
+
+        def collect() -> Signals:
+            measured, divergence = measure(), None if kl is None else unpack(kl, rollouts.mask).cpu()
+            return Signals(ref_logprobs=measured.old_logprobs, extra=measured.extra, divergence=divergence)
+
+        return collect
 
     @torch.no_grad()
     def response_hidden(self, rollouts: Rollouts) -> Tensor:

@@ -101,7 +101,7 @@ def test_the_reference_is_the_base_in_compiled_passes_too(encoder, rollouts):
     reference = Reference.under_adapters(forward)
     base = Forward(Backbone(load_model(MODEL_DIRECTORY, dtype="bf16", device="cuda")), encoder)
     said = forward.signals(rollouts).old_logprobs
-    found = reference.signals(rollouts, Needs("ref_logprobs"), forward).ref_logprobs
+    found = reference.start_signals(rollouts, Needs("ref_logprobs"), forward)().ref_logprobs
     noise = (found - base.signals(rollouts).old_logprobs)[rollouts.mask].abs().mean()
     apart = (found - said)[rollouts.mask].abs().mean()
     assert noise < 0.2 * apart, (noise, apart)

@@ -86,13 +86,13 @@ def test_offloaded_tensors_are_on_the_device_only_during_use():
     actor, seen = make_actor(True), []
     reference = list(actor.reference.forward.backbone.model.parameters())
     kept = places(reference)
-    signals = actor.reference.signals
+    signals = actor.reference.start_signals
 
     def look(*arguments):
         seen.append(places(reference))
         return signals(*arguments)
 
-    object.__setattr__(actor.reference, "signals", look)
+    object.__setattr__(actor.reference, "start_signals", look)
     actor.probe(rollouts_for(FAMILY), NEEDS, 0)
     assert places(reference) == kept and set(seen[0]).isdisjoint(kept), "it returns to the same memory"
     learn(actor)

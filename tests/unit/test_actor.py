@@ -38,17 +38,17 @@ class FakeForward:
     support: float | None = None  # log of the probability mass that the sampler's cut keeps
     experts: float | None = None  # the share on which it and the sampler differ
 
-    def signals(self, rollouts, needs=None, views=None):
+    def start_signals(self, rollouts, needs=None, views=None):
         self.asked.append((rollouts.version.tolist(), needs, views))
-        return Signals(
+        return lambda: Signals(
             old_logprobs=rollouts.version[:, None].float().expand(rollouts.mask.shape).where(rollouts.mask, 0.0)
         )
 
     def make_routing_reader(self, rollouts):
         return None if self.experts is None else self
 
-    def unpack_mismatch(self, routing, rollouts):
-        return self.experts * rollouts.mask
+    def gather_mismatch(self, routing, rollouts):
+        return (self.experts * rollouts.mask)[rollouts.mask]
 
     def response_hidden(self, rollouts, routing=None):
         self.asked.append("policy")
@@ -69,9 +69,9 @@ class FakeReference:
     asked: list = field(default_factory=list)
     forward: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(backbone=SimpleNamespace(model=None)))
 
-    def signals(self, rollouts, needs, policy):
+    def start_signals(self, rollouts, needs, policy):
         self.asked.append((rollouts.version.tolist(), needs, policy))
-        return Signals(ref_logprobs=-torch.ones(rollouts.mask.shape))
+        return lambda: Signals(ref_logprobs=-torch.ones(rollouts.mask.shape))
 
     def response_hidden(self, rollouts):
         self.asked.append(rollouts.version.tolist())

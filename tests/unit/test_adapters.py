@@ -150,10 +150,10 @@ def test_the_reference_is_the_base_and_takes_no_copy():
     policy, rollouts = Forward(backbone, get_encoder(FAMILY)), make_rollouts()
     reference = Reference.under_adapters(policy)
     before = log_probs(backbone)
-    found = reference.signals(rollouts, Needs("ref_logprobs", "divergence"), policy)
+    found = reference.start_signals(rollouts, Needs("ref_logprobs", "divergence"), policy)()
     assert torch.equal(found.ref_logprobs, log_probs(plain))
     frozen = Reference.frozen(Forward(plain, get_encoder(FAMILY)))
-    expected = frozen.signals(rollouts, Needs("ref_logprobs", "divergence"), policy)
+    expected = frozen.start_signals(rollouts, Needs("ref_logprobs", "divergence"), policy)()
     assert torch.equal(found.divergence, expected.divergence) and found.divergence.max() > 0.01
     assert torch.equal(log_probs(backbone), before), "the adapters are back"
     assert all(parameter.requires_grad for parameter in adapter_parameters(backbone.model).values())

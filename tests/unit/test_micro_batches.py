@@ -51,20 +51,25 @@ def test_prompts_that_are_not_shared_count_for_each_row():
 
 
 def test_signals_are_in_the_order_of_the_rows():
-    """Passes take the fullest groups first."""
+    """Passes take the fullest groups first. All are queued before one is waited for."""
     rollouts = fake_rollouts([1, 1, 3, 3], group=[0, 0, 1, 1])
     batching, seen = MicroBatching(tokens=2 * prompt_tokens() + 7), []
 
     def measure(rows):
         seen.append(rows.version.tolist())
-        return Signals(old_logprobs=rows.version[:, None].float().expand(rows.mask.shape))
+
+        def collect():
+            seen.append("waited")
+            return Signals(old_logprobs=rows.version[:, None].float().expand(rows.mask.shape))
+
+        return collect
 
     found = batching.probe(rollouts, measure)
-    assert seen == [[2, 3], [0, 1]] and found.entropy is None
+    assert seen == [[2, 3], [0, 1], "waited", "waited"] and found.entropy is None
     same(found.old_logprobs[:, 0], torch.arange(4.0))
     seen.clear()
     MicroBatching(tokens=2 * prompt_tokens() + 8).probe(rollouts, measure)
-    assert seen == [[0, 1, 2, 3]], "one view by default"
+    assert seen == [[0, 1, 2, 3], "waited"], "one view by default"
 
 
 # ---------------------------------------------------------------------------------------------------------- idle passes

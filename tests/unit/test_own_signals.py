@@ -103,7 +103,7 @@ def test_the_reference_measures_its_own(forward, rollouts):
         "ref_logprobs",
         "ref_logp",
     }
-    measured = reference.signals(rollouts, needs.of_reference, forward)
+    measured = reference.start_signals(rollouts, needs.of_reference, forward)()
     close(measured.extra["ref_logp"], measured.ref_logprobs, atol=1e-6)
     assert set(measured.extra) == {"ref_logp"}
     assert not torch.allclose(measured.ref_logprobs, forward.signals(rollouts).old_logprobs)
@@ -320,7 +320,7 @@ def test_the_log_probs_of_the_reference_come_with_the_signals():
 
     def measure(rollouts, needs):
         asked.append(needs.names)
-        return Signals()
+        return Signals
 
-    Reference(SimpleNamespace(signals=measure)).signals(None, Needs("ref_logprobs"), None)
+    Reference(SimpleNamespace(start_signals=measure)).start_signals(None, Needs("ref_logprobs"), None)
     assert asked == [{"old_logprobs"}]

@@ -102,10 +102,10 @@ def test_a_reference_stays_as_it_was_and_never_learns():
     before = policy.signals(rollouts).old_logprobs
     with torch.no_grad():
         policy.backbone.output_matrix.mul_(2.0)
-    found = reference.signals(rollouts, Needs("ref_logprobs"), policy)
+    found = reference.start_signals(rollouts, Needs("ref_logprobs"), policy)()
     torch.testing.assert_close(found.ref_logprobs, before)
     assert found.divergence is None and (policy.signals(rollouts).old_logprobs - before).abs().max() > 0.01
-    assert reference.signals(rollouts, Needs("divergence"), policy).ref_logprobs is None, "it is not read"
+    assert reference.start_signals(rollouts, Needs("divergence"), policy)().ref_logprobs is None, "it is not read"
 
 
 def test_a_snapshot_of_a_refreshed_reference_reads_the_live_weights():
@@ -152,7 +152,7 @@ def test_full_divergence_is_that_of_the_policy_from_the_reference():
     reference = Reference.frozen(policy)
     moved(policy.backbone.model)
     rollouts = random_rollouts(prompts_for(FAMILY), [0, 1, 1], [4, 3, 5])
-    found = reference.signals(rollouts, Needs("divergence"), policy).divergence
+    found = reference.start_signals(rollouts, Needs("divergence"), policy)().divergence
     theirs, ours = plain_model(FAMILY), moved(copy.deepcopy(plain_model(FAMILY)))
     for row, (g, length) in enumerate(zip(rollouts.group.tolist(), rollouts.mask.sum(1).tolist(), strict=True)):
         given = FAMILY, rollouts.prompts[g], rollouts.tokens[row, :length]
