@@ -25,6 +25,7 @@ from mtrl.algorithms.signals import (
     visual_dependency,
 )
 from mtrl.algorithms.vocab import CHUNK_POSITIONS, TokenScores, full_kl, map_log_probs, support_mass, token_scores
+from mtrl.models import patches
 from mtrl.models.attention_maps import PatchReader, make_image_readers
 from mtrl.models.backbone import Backbone, prompt_positions, vision_tokens
 from mtrl.models.device_copy import to_device
@@ -32,7 +33,6 @@ from mtrl.models.families.model_family import Features
 from mtrl.models.layout import Layout, lay_out
 from mtrl.models.masked_attention import AttentionReader, MapReader, MassReader
 from mtrl.models.parallel.sequence import SequenceParallelGroup
-from mtrl.models.patches import compile_function
 from mtrl.models.routing import RoutingReader
 from mtrl.protocols import PromptEncoder
 from mtrl.types import SEGMENTS, Needs, Rollouts, Signal, Signals, TokenStates
@@ -96,9 +96,9 @@ class Forward:
         assert needs.views == 1 or views is not None, "two views are compared"
         layout, features = self._prepare(rollouts, [None, views][: needs.views])
         reader = self._make_mass_reader(layout) if "attention_mass" in needs else None
-        patches = self._make_patch_reader(layout, rollouts) if "attention_maps" in needs else None
+        patch_reader = self._make_patch_reader(layout, rollouts) if "attention_maps" in needs else None
         routing = self.make_routing_reader(rollouts) if "old_logprobs" in needs else None
-        readers = [each for each in (reader, patches) if each is not None]
+        readers = [each for each in (reader, patch_reader) if each is not None]
         states = self._last_states(layout, features, readers, routing)
         hidden = self._select_predictors(states, layout)
         similar = {"similarity": self._similarity(states, hidden[0], layout)} if "similarity" in needs else {}
@@ -112,7 +112,7 @@ class Forward:
         def collect() -> Signals:
             signals = self._unpack_scored(scored, rollouts, needs)
             mass = {} if reader is None else self._unpack_mass(reader, layout, rollouts)
-            maps = None if patches is None else patches.maps(len(rollouts))
+            maps = None if patch_reader is None else patch_reader.maps(len(rollouts))
             return Signals(**signals, **mass, attention_maps=maps, extra=extra)
 
         return collect
@@ -215,7 +215,10 @@ class Forward:
         """How `token_scores` handles a chunk, where pieces of the model are compiled."""
         if not self.backbone.compiled:
             return {}
-        return {"chunk": max(self.chunk, FUSED_CHUNK), "fuse": partial(compile_function, dynamic_dims=find_row_dims)}
+        return {
+            "chunk": max(self.chunk, FUSED_CHUNK),
+            "fuse": lambda function: patches.compile_function(function, find_row_dims),
+        }
 
     # ------------------------------------------------------------------------------------------------------- one pass
     def _prepare(self, rollouts: Rollouts, views: Sequence[Views | None]) -> tuple[Layout, list[Features | None]]:
