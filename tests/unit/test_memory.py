@@ -84,10 +84,14 @@ def test_decoding_by_hand():
 
 
 def test_rows_sampled_at_once():
-    def rows(prompts, n):
-        return replace(LIMITS, prompts=prompts, sampling=Sampling(n=n)).batch.rows
+    """The rows of a batch, and those that are decoded at a time."""
 
-    assert (rows(4, 8), rows(1000, 8), rows(1000, 7), rows(3, 1000)) == (32, 512, 511, 512)
+    def rows(prompts, n):
+        batch = replace(LIMITS, prompts=prompts, sampling=Sampling(n=n)).batch
+        return batch.rows, batch.slots
+
+    assert (rows(4, 8), rows(1000, 8)) == ((32, 32), (2048, 512))
+    assert (rows(1000, 7), rows(3, 1000)) == ((2044, 512), (2000, 512))
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
