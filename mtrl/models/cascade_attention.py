@@ -56,7 +56,7 @@ class CascadeMask(Tensor):
     responses: Tensor  # [R] columns of the response tokens
     prompts: Tensor  # [P] columns of the prompts that have any
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # operations on it give plain tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain tensors
 
     @classmethod
     def from_documents(cls, documents: DocumentMask, device: torch.device) -> CascadeMask:

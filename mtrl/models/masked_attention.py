@@ -93,8 +93,8 @@ class AttentionLayer:
     def attend(self, value: Tensor) -> Tensor:
         query, key, mask, scaling = self.query, self.key, self.mask, self.options["scaling"]
         if isinstance(mask, CascadeMask):
-            tokens = (each[0].transpose(0, 1) for each in (query, key, value))  # [S, heads, D]
-            return cascade_attention(*tokens, mask, scaling)[None]
+            query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))  # [S, heads, D]
+            return cascade_attention(query, key, value, mask, scaling)[None]
         if isinstance(mask, BlockMask):
             # Uncompiled, flex_attention makes the whole matrix.
             flex = compile_function(flex_attention) if query.is_cuda else flex_attention
