@@ -111,6 +111,10 @@ def run(arguments: Sequence[str]) -> int:
         print(memory_report(estimated, device, on_ranks=plan.split is not None))
         if tokens := plan.limits.update.tokens:
             print(f"    in passes of at most {tokens:,} tokens")
+        if device.is_gpu and plan.checkpointing == "auto":
+            print(
+                "    with all layers recomputed; the run keeps the activations of as many as there is room for (auto)"
+            )
         problems += check_memory(estimated, device, partial(find_savings, model, plan, estimated))
         problems += check_disk(config, count_saved_parameters(estimated, plan) + estimated.critic_parameters)
     if not missing:

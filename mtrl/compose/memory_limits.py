@@ -11,10 +11,12 @@ import torch
 from mtrl.compose import algorithm
 from mtrl.compose.critic_worker import critic_path
 from mtrl.config import Config
+from mtrl.memory.kept_layers import FULL_SPEED_TOKENS, KeepableLayers, choose_kept_layers
 from mtrl.memory.pass_sizes import PassSizes, fit_passes
 from mtrl.memory.plan import Plan, list_savings
 from mtrl.memory.preflight import ADAM_STATES, Limits, preflight
 from mtrl.memory.shard_sizes import Split
+from mtrl.models.activation_checkpointing import keepable_layers
 from mtrl.models.families import load_model_config
 from mtrl.models.forward import Forward
 from mtrl.models.model_size import reward_model_parameters
@@ -107,7 +109,8 @@ def preflight_on_gpu(
     pass_sizes: PassSizes | None = None,
 ) -> None:
     """Run each pass of a step once at the limits of the configuration, so that too large ones fail before the first
-    step. Not on a CPU, which is slow and can swap. Several ranks run their shares at the same time."""
+    step, and choose the layers that keep their activations. Not on a CPU, which is slow and can swap. Several ranks run
+    their shares at the same time."""
     if policy.backbone.device.type != "cuda":
         return
     plan = make_plan(config, on_gpu=True)
@@ -123,12 +126,28 @@ def preflight_on_gpu(
         state_dtype=torch.uint8 if plan.eight_bit else None,
         offloaded=plan.offload_optimizer,
     )
+    backbone, sp_size = policy.backbone, policy.sp_group.size
     limits = make_limits(config, needs, on_gpu=True, share_prefix=policy.share_prefix)
-    limits = limits.on_each(policy.backbone.ranks.size, policy.sp_group.size)
-    if learners[0].cut_to:  # the resumed run has reduced its passes before
-        limits = limits.within(learners[0].cut_to)
-    peaks = fit_passes(run_once, limits, policy, learners if is_sized_by_memory(config) else [], pass_sizes)
-    if policy.backbone.ranks.is_first:
+    limits = limits.on_each(backbone.ranks.size, sp_size)
+    sized, actor = is_sized_by_memory(config), learners[0]
+    if actor.cut_to:  # the resumed run has reduced its passes before
+        limits = limits.within(actor.cut_to)
+    may_keep = plan.checkpointing == "auto" and (pass_sizes is None or pass_sizes.may_keep_layers)
+    keepable = keepable_layers(backbone.model) if may_keep else []
+    layers = KeepableLayers.on_gpu(keepable, backbone.device, backbone.ranks)
+    run_all = partial(run_once, watch_update=layers.measure)
+    peaks = fit_passes(run_all, limits, policy, learners if sized else [], pass_sizes)
+    if keepable:
+        peaks |= choose_kept_layers(
+            layers,
+            partial(run_once, only=("optimizer", "update")),
+            limits.within(actor.cut_to) if actor.cut_to else limits,
+            policy.encoder,
+            actor,
+            at_least=sp_size * FULL_SPEED_TOKENS if sized else None,
+            verify=pass_sizes is None,  # ranks cannot continue after a failed pass
+        )
+    if backbone.ranks.is_first:
         phases = ", ".join(f"{name} {peak / GIB:,.1f} GiB" for name, peak in peaks.items())
         say_at_once(f"memory at the limits: {phases}")
 

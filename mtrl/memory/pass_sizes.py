@@ -16,11 +16,13 @@ from mtrl.utils.errors import PassesCut
 from mtrl.utils.terminal import say_at_once
 from mtrl.workers.learner import Learner
 
+KEPT_LAYERS = "kept_layers"  # an entry next to those of the learners; 0: none keeps its activations
+
 
 @dataclass(frozen=True)
 class PassSizes:
-    """The maximum size of a pass of each learner, in a file in the run directory: a rank that runs out of memory writes
-    it before all ranks end, and all read it when they restart."""
+    """The maximum size of a pass of each learner, and whether layers may keep their activations, in a file in the run
+    directory: a rank that runs out of memory writes it before all ranks end, and all read it when they restart."""
 
     file: Path
 
@@ -33,6 +35,12 @@ class PassSizes:
     def apply(self, learner: Learner) -> None:
         """Limit the learner to the size found by earlier attempts, and have it write smaller ones here."""
         learner.cut_to, learner.keep_cut = self._read().get(learner.name, 0), partial(self.write, learner.name)
+        learner.forbid_kept_layers = partial(self.write, KEPT_LAYERS, 0)
+
+    @property
+    def may_keep_layers(self) -> bool:
+        """False after an earlier attempt ran out of memory with layers that kept their activations."""
+        return KEPT_LAYERS not in self._read()
 
     def _read(self) -> dict[str, int]:
         return json.loads(self.file.read_text()) if self.file.exists() else {}

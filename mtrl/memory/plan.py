@@ -75,6 +75,8 @@ def list_savings(plan: Plan) -> dict[str, Plan]:
     fewer, ranks = max(1, limits.prompts // 4), 1 if plan.split is None else plan.split.ranks
     per_update = math.gcd(fewer, limits.prompts_per_update)  # a step is cut into whole optimizer steps
 
+    all_layers = plan if plan.checkpointing == "auto" else replace(plan, checkpointing=True)  # auto does so anyway
+
     def within(**changed: Any) -> Plan:
         return replace(plan, limits=replace(limits, **changed))
 
@@ -85,7 +87,7 @@ def list_savings(plan: Plan) -> dict[str, Plan]:
         "worker.ref.offload_params=true": replace(plan, offload_reference=plan.on_gpu and plan.reference),
         "worker.actor.fsdp.cpu_offload=true": offload_shards(plan),
         "worker.actor.model.freeze_vision_tower=true": plan if plan.adapters else replace(plan, train_vision=False),
-        "worker.actor.model.enable_gradient_checkpointing=true": replace(plan, checkpointing=True),
+        "worker.actor.model.enable_gradient_checkpointing=true": all_layers,
         f"worker.actor.tokens_per_micro_batch={half_pass}": within(update=halved, probe=halved),
         f"dataset.max_pixels={limits.max_pixels // 4}": within(max_pixels=limits.max_pixels // 4),
         f"dataset.max_prompt_length={limits.prompt_tokens // 2}": within(prompt_tokens=limits.prompt_tokens // 2),

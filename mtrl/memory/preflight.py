@@ -6,8 +6,8 @@ They run once before the first step on a GPU, so running out of memory is report
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -209,9 +209,12 @@ def preflight(
     states: int = ADAM_STATES,
     state_dtype: torch.dtype | None = None,
     offloaded: bool = False,
+    only: Collection[str] = tuple(DOES_NOT_FIT),
+    watch_update: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> dict[str, int]:
-    """Run the passes once and return the peak bytes of each phase beyond those held before. `generator` is the engine
-    of the run, asleep; None if dedicated engines sample.
+    """Run the passes once and return the peak bytes of each phase beyond those held before; `only` some phases.
+    `generator` is the engine of the run, asleep; None if dedicated engines sample. The update runs within
+    `watch_update`.
 
     If the optimizers have no states yet (the first step creates them), the memory of `states` numbers per weight is
     reserved meanwhile, in `state_dtype` or the weight's own; if they are `offloaded`, that of the largest piece during
@@ -242,13 +245,14 @@ def preflight(
         phases["critic"] = passes.update_critic
     were_training, peaks = [each.training for each in models], {}
     try:
-        for name, phase in phases.items():
+        for name, phase in ((name, phase) for name, phase in phases.items() if name in only):
             for each in models:
                 each.train(name in ("update", "critic"))
             for parameter in learning:
                 parameter.grad = None
             sampling = generator.resident() if generator is not None and name == "sample" else nullcontext()
-            with _explain_out_of_memory(name, device, savings), sampling, peak_memory(device) as peak:
+            watch = watch_update() if name == "update" else nullcontext()
+            with _explain_out_of_memory(name, device, savings), sampling, peak_memory(device) as peak, watch:
                 phase()
             peaks[name] = peak[0]
     finally:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mtrl.checkpoint.learner_snapshot import make_snapshot, read_counters, restore_optimizer_state
+from mtrl.models.activation_checkpointing import keep_activations
 from mtrl.models.parallel.fsdp import compute_device, full_tensor, is_sharded, local_tensor, run_forward
 from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
 from mtrl.models.state_dicts import load_weights
@@ -115,6 +116,8 @@ class Learner:
         self.bad_steps_in_a_row = 0
         self.cut_to = 0  # tokens or rows of a pass since the device was full; 0: it never was
         self.keep_cut: Callable[[int], object] = lambda size: None  # stores the size for the next attempt of all ranks
+        self.kept_layers: Sequence[Any] = ()  # layers that keep their activations until the device is full
+        self.forbid_kept_layers: Callable[[], object] = lambda: None  # for the next attempt of all ranks
 
     @property
     def batching(self) -> MicroBatching:
@@ -174,16 +177,20 @@ class Learner:
             yield
 
     def _compute_gradients(self, batch: TrainBatch, loss: BatchLoss) -> dict[str, float]:
-        """The gradients of an optimizer step; returns its metrics. If a pass does not fit into the device, this step
-        and all later ones use passes of half the size; if those do not fit either, it is an error."""
+        """The gradients of an optimizer step; returns its metrics. If a pass does not fit into the device, all layers
+        are checkpointed from then on. If they are, this step and all later ones use passes of half the size; if those
+        do not fit either, it is an error."""
         metrics, problem = self._try_gradients(batch, loss)
+        if metrics is None and self.kept_layers:
+            self._checkpoint_all_layers(problem)
+            metrics, problem = self._try_gradients(batch, loss)
         if metrics is not None:
             return metrics
         half = self.batching.first_half(batch.rollouts)
         if half is None:
             raise DeviceFull(f"the device has no room to learn from a single response. {problem} Set {LOWERS_MEMORY}")
         unit = "tokens" if self.configured_batching.rows is None else "responses"
-        if self.ranks.size > 1 or is_sharded(self.model):  # the other ranks wait in the middle of the pass
+        if self._is_one_of_several:
             self.keep_cut(half)
             raise PassesCut(
                 f"the device of rank {self.ranks.rank} has no room for its part of an update of the {self.name}; all "
@@ -198,6 +205,24 @@ class Learner:
         if metrics is None:
             raise DeviceFull(f"the device has no room for half a pass of an update. {problem} Set {LOWERS_MEMORY}")
         return metrics
+
+    @property
+    def _is_one_of_several(self) -> bool:
+        """Whether other ranks wait in the middle of a pass that fails here."""
+        return self.ranks.size > 1 or is_sharded(self.model)
+
+    def _checkpoint_all_layers(self, problem: str) -> None:
+        kept = f"the activations that {len(self.kept_layers)} layers keep (enable_gradient_checkpointing=auto)"
+        if self._is_one_of_several:
+            self.forbid_kept_layers()
+            raise PassesCut(
+                f"the device of rank {self.ranks.rank} has no room for {kept}. {problem} All ranks recompute them from "
+                f"now on, which is slower; "
+            )
+        keep_activations(self.kept_layers, False)
+        self.kept_layers = ()
+        logger.warning("the device has no room for %s; the step is repeated, and they are recomputed from now on, "
+                       "which is slower", kept)  # fmt: skip
 
     def _try_gradients(self, batch: TrainBatch, loss: BatchLoss) -> tuple[dict[str, float] | None, str]:
         """The metrics; None and torch's message if the device is full. All gradients are dropped then, since those of

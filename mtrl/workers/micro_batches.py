@@ -58,14 +58,16 @@ class MicroBatching:
         tokens = None if self.tokens is None else sp_size * self.tokens
         return replace(self, tokens=tokens, at_least=sp_size * self.at_least)
 
+    def largest(self, rollouts: Rollouts, views: int = 1) -> int:
+        """The size of the largest pass over these rows, in tokens or rows."""
+        if self.rows is not None:
+            return min(self.rows, len(rollouts))
+        return max(sum(piece.tokens for piece in batch) for batch in self._pack(rollouts, views))
+
     def first_half(self, rollouts: Rollouts, views: int = 1) -> int | None:
         """Half the size of the largest pass over these rows, in tokens or rows, for `within`; None if that would not
         cut them any finer."""
-        if self.rows is not None:
-            largest = min(self.rows, len(rollouts))
-        else:
-            largest = max(sum(piece.tokens for piece in batch) for batch in self._pack(rollouts, views))
-        half = max(1, largest // 2)
+        half = max(1, self.largest(rollouts, views) // 2)
         finer = len(self.within(half).split(rollouts, views)) > len(self.split(rollouts, views))
         return half if finer else None
 

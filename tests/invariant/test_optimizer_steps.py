@@ -174,7 +174,7 @@ def test_gradient_checkpointing_changes_no_numbers(family, monkeypatch):
     """Bitwise equal; the whole layer, or a part of it, is computed twice."""
     work, found = {}, {}
     product = torch.nn.functional.linear
-    for what in (False, True, "mlp", "attention"):
+    for what in (False, True, "auto", "mlp", "attention"):
         policy = make_policy(family, enable_gradient_checkpointing=what)
         layer = policy.backbone.language_model.layers[0]
         block = policy.backbone.vision_tower.blocks[0]
@@ -191,9 +191,9 @@ def test_gradient_checkpointing_changes_no_numbers(family, monkeypatch):
         monkeypatch.setattr(torch.nn.functional, "linear", product)
     names = ("mlp", "attention", "vision attention")
     assert {what: tuple(seen[name] for name in names) for what, seen in work.items()} == {
-        False: (1, 1, 1), True: (2, 2, 2), "mlp": (2, 1, 1), "attention": (1, 2, 2)
+        False: (1, 1, 1), True: (2, 2, 2), "auto": (2, 2, 2), "mlp": (2, 1, 1), "attention": (1, 2, 2)
     }  # fmt: skip
-    for what in (True, "mlp", "attention"):
+    for what in (True, "auto", "mlp", "attention"):
         assert all(torch.equal(weight, found[False].weights[name]) for name, weight in found[what].weights.items())
         assert found[what].metrics == found[False].metrics
 

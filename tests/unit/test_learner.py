@@ -348,6 +348,47 @@ def test_a_full_rank_stores_half_the_size_for_the_next_attempt():
     )
 
 
+def full_with_kept_layers(learner, seen):
+    """The loss of values on a device without room for the activations of kept layers; two rows fit otherwise."""
+    inner = full_beyond(learner, 2, seen)
+
+    def full(batch):
+        if learner.kept_layers:
+            seen.append("kept")
+            raise torch.OutOfMemoryError(TORCH_SAYS)
+        return inner(batch)
+
+    return full
+
+
+@pytest.mark.parametrize(("rows", "passes", "cut_to"), [(2, ["kept", 2, 1], 0), (3, ["kept", 3, 1, 1, 1], 1)])
+def test_activations_are_given_up_before_passes_are_halved(rows, passes, cut_to, caplog):
+    learner, seen, layers = make_learner(rows), [], [nn.Identity(), nn.Identity()]
+    learner.kept_layers = layers
+    metrics = learner.update([make_batch()], full_with_kept_layers(learner, seen))
+    assert seen == passes and learner.cut_to == cut_to and learner.kept_layers == ()
+    assert all(layer.gradient_checkpointing for layer in layers)
+    assert metrics == pytest.approx({"value_loss": 41 / 6, "grad_norm": 3.0, "lr": 0.5, "skipped_steps": 0.0})
+    assert len(caplog.records) == 1 + bool(cut_to)
+    assert caplog.records[0].getMessage() == (
+        "the device has no room for the activations that 2 layers keep (enable_gradient_checkpointing=auto); the step "
+        "is repeated, and they are recomputed from now on, which is slower"
+    )
+
+
+def test_a_full_rank_forbids_kept_layers_for_the_next_attempt():
+    learner, told = make_learner(3, ranks=Ranks(None, 1, 2)), []
+    learner.kept_layers, learner.forbid_kept_layers = [nn.Identity()], lambda: told.append("none")
+    learner.keep_cut = told.append
+    with pytest.raises(PassesCut) as message:
+        learner.update([make_batch()], full_with_kept_layers(learner, []))
+    assert told == ["none"], "the size stays"
+    assert str(message.value) == (
+        "the device of rank 1 has no room for the activations that 1 layers keep (enable_gradient_checkpointing=auto). "
+        f"{TORCH_SAYS} All ranks recompute them from now on, which is slower; "
+    )
+
+
 @pytest.mark.parametrize(("found", "saved", "then"), [(0, 0, 0), (0, 8, 8), (4, 0, 4), (4, 8, 4), (8, 4, 4)])
 def test_the_size_is_the_smaller_of_checkpoint_and_last_attempt(found, saved, then, monkeypatch):
     learner = make_learner()

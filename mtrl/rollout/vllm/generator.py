@@ -30,6 +30,7 @@ class VllmGenerator(EngineLifecycle):
         self.host.sleep()  # a new engine is asleep
 
     def wake(self) -> None:
+        torch.cuda.empty_cache()  # vLLM allocates from the driver, which has no use of the trainer's cache
         self.host.wake()
 
     def sleep(self) -> None:

@@ -1,0 +1,124 @@
+"""Chooses how many layers keep their activations in an update: `enable_gradient_checkpointing: auto`.
+
+The preflight of an update runs with all layers checkpointed. It shows how much memory its peak leaves, and what each
+layer would keep: as much as its recomputation allocates. So the choice is computed, and no size is tried that might not
+fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from mtrl.memory.preflight import DoesNotFit, Limits, bytes_outside_allocator, half_pass_tokens, longest_rollouts
+from mtrl.models.activation_checkpointing import keep_activations, measure_recomputed
+from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
+from mtrl.protocols import PromptEncoder
+from mtrl.utils.terminal import say_at_once
+from mtrl.workers.learner import Learner
+
+MARGIN = 0.08  # of the device; for fragments between tensors, and prompts with more images than the preflight's
+FULL_SPEED_TOKENS = 8192  # products of so many rows run at full speed; a smaller pass costs more than it saves
+
+RunUpdate = Callable[..., dict[str, int]]  # the preflight of an update alone
+
+
+def count_fitting(costs: Sequence[int], room: int) -> int:
+    """How many layers, the first ones, fit into the room together."""
+    return sum(used <= room for used in accumulate(costs))
+
+
+def spare_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that the peak since the last reset has left for more, with a margin."""
+    own = torch.cuda.mem_get_info(device)[1] - bytes_outside_allocator(device)
+    return int((1 - MARGIN) * own) - torch.cuda.max_memory_allocated(device)
+
+
+@dataclass
+class KeepableLayers:
+    """The layers of a model that can keep their activations, in the order in which they do. `fitting`: how many of them
+    fit on every rank, by the last update within `measure`."""
+
+    layers: Sequence[Any]
+    allocated: Callable[[], int]  # bytes in use
+    spare: Callable[[], int]  # bytes left at the peak of the update
+    ranks: Ranks = SINGLE_PROCESS
+    fitting: int = 0
+
+    @classmethod
+    def on_gpu(cls, layers: Sequence[Any], device: torch.device, ranks: Ranks) -> KeepableLayers:
+        return cls(layers, partial(torch.cuda.memory_allocated, device), partial(spare_bytes, device), ranks)
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Checkpoint all layers and measure what they would keep in the updates within the context."""
+        self.keep(0)
+        with measure_recomputed(self.layers, self.allocated) as costs:
+            yield
+        if self.layers:
+            self.fitting = -self.ranks.all_reduce_max(-count_fitting(costs, self.spare()))
+
+    def keep(self, count: int) -> Sequence[Any]:
+        """Let the first layers keep their activations, and checkpoint the others; returns the first ones."""
+        keep_activations(self.layers[:count])
+        keep_activations(self.layers[count:], False)
+        return self.layers[:count]
+
+
+def choose_kept_layers(
+    layers: KeepableLayers,
+    run_update: RunUpdate,
+    limits: Limits,
+    encoder: PromptEncoder,
+    learner: Learner,
+    *,
+    at_least: int | None,
+    verify: bool,
+) -> dict[str, int]:
+    """Have the learner's model keep the activations of as many layers as fit, in smaller passes if that helps, but of
+    `at_least` so many tokens; None: the size stays. `limits` have been measured before. `verify` by running the chosen
+    update once, and checkpoint all layers if it does not fit after all. Returns the peaks of that run."""
+    given, kept, peaks = limits, layers.fitting, dict[str, int]()
+    if at_least is not None:
+        limits, kept = find_best_size(layers, run_update, limits, encoder, at_least)
+    learner.kept_layers = layers.keep(kept)
+    if verify and kept:
+        try:
+            peaks = run_update(limits)
+        except DoesNotFit:
+            say_at_once(f"gradient checkpointing: there was no room for the activations of {kept} layers after all")
+            learner.kept_layers, limits = layers.keep(0), given
+    if limits is not given:
+        assert limits.update.tokens is not None
+        learner.configured_batching = learner.configured_batching.within(limits.update.tokens)
+    if layers.ranks.is_first:
+        size = limits.update.largest(longest_rollouts(encoder, limits, limits.prompts_per_update))
+        unit = "tokens" if limits.update.rows is None else "responses"
+        share = f"{len(learner.kept_layers)} of {len(layers.layers)}"
+        say_at_once(
+            f"gradient checkpointing: auto keeps the activations of {share} layers, in passes of {size:,} {unit}"
+        )
+    return peaks
+
+
+def find_best_size(
+    layers: KeepableLayers, run_update: RunUpdate, limits: Limits, encoder: PromptEncoder, at_least: int
+) -> tuple[Limits, int]:
+    """The pass size with which most layers keep their activations, the largest such size, and how many layers. It is
+    the given one, or half of it, a quarter, .. of `at_least` so many tokens."""
+    best, kept = limits, layers.fitting
+    while layers.fitting < len(layers.layers):
+        tokens = half_pass_tokens(limits, encoder, "update")
+        if tokens is None or tokens < at_least:
+            break
+        limits = replace(limits, update=limits.update.within(tokens))
+        run_update(limits, watch_update=layers.measure)
+        if layers.fitting > kept:
+            best, kept = limits, layers.fitting
+    return best, kept

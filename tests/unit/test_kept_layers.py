@@ -1,0 +1,236 @@
+"""`enable_gradient_checkpointing: auto`: what each layer would keep is measured, how many layers fit is computed, and
+the numbers stay the same. There is no GPU here: tensors are counted, and the size of the device is given."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import checkpoint, get_encoder
+
+from mtrl.memory import kept_layers
+from mtrl.memory.kept_layers import KeepableLayers, choose_kept_layers, count_fitting, find_best_size
+from mtrl.memory.live_tensors import LiveTensors
+from mtrl.memory.pass_sizes import PassSizes
+from mtrl.memory.plan import Plan, list_savings
+from mtrl.memory.preflight import DoesNotFit, Limits, MemoryPreflight, preflight
+from mtrl.models.activation_checkpointing import enable_activation_checkpointing, keepable_layers
+from mtrl.models.backbone import Backbone
+from mtrl.models.forward import Forward
+from mtrl.models.load_model import load_model
+from mtrl.models.parallel.ranks import Ranks
+from mtrl.types import Needs, Sampling
+from mtrl.workers.micro_batches import MicroBatching
+
+LIMITS = Limits(
+    prompts=4, prompts_per_update=4, sampling=Sampling(n=8, max_new_tokens=16), prompt_tokens=90, max_pixels=56**2,
+    update=MicroBatching(at_least=1000), probe=MicroBatching(at_least=4000), needs=Needs("old_logprobs"),
+)  # fmt: skip
+GROUP = 90 + 8 * 16  # tokens; a step has four: 872
+SIZES = [4 * GROUP, 2 * GROUP, GROUP]
+
+
+# ----------------------------------------------------------------------------------------------------------- the choice
+@given(costs=st.lists(st.integers(0, 50)), room=st.integers(-100, 1000), more=st.integers(0, 100))
+def test_as_many_layers_as_fit(costs, room, more):
+    kept = count_fitting(costs, room)
+    assert kept == 0 or sum(costs[:kept]) <= room
+    assert kept == len(costs) or sum(costs[: kept + 1]) > room, "one more does not fit"
+    assert count_fitting(costs, room + more) >= kept
+
+
+class SimulatedDevice:
+    """An update takes `base` bytes per token, and `cost` more for each of eight layers that keeps its activations."""
+
+    def __init__(self, room, base=10, cost=3, room_after_all=None):
+        self.room, self.base, self.cost, self.updates = room, base, cost, []
+        self.room_after_all = room if room_after_all is None else room_after_all
+        blocks = [SimpleNamespace(gradient_checkpointing=True, _gradient_checkpointing_func=None) for _ in range(8)]
+        self.layers = KeepableLayers(blocks, allocated=lambda: 0, spare=lambda: 0)
+        self.layers.fitting = self.fitting(SIZES[0])
+
+    def fitting(self, tokens):
+        return count_fitting([self.cost * tokens] * 8, self.room - self.base * tokens)
+
+    def run_update(self, limits, watch_update=None):
+        tokens = min(limits.update.tokens or SIZES[0], SIZES[0])
+        kept = sum(not layer.gradient_checkpointing for layer in self.layers.layers) if watch_update is None else 0
+        self.updates.append((tokens, kept))
+        if watch_update is not None:
+            self.layers.fitting = self.fitting(tokens)
+        peak = (self.base + self.cost * kept) * tokens
+        if peak > self.room_after_all:
+            raise DoesNotFit("update", "memory: it does not fit")
+        return {"update": peak}
+
+    def choose(self, at_least=1, verify=True, limits=LIMITS):
+        learner = SimpleNamespace(kept_layers=(), configured_batching=limits.update)
+        arguments = (self.layers, self.run_update, limits, get_encoder("qwen2"), learner)
+        return choose_kept_layers(*arguments, at_least=at_least, verify=verify), learner
+
+
+@settings(max_examples=30)
+@given(room=st.integers(40 * GROUP, 160 * GROUP), at_least=st.sampled_from([GROUP, GROUP + 1, 3 * GROUP]))
+def test_the_size_that_keeps_most_layers(room, at_least):
+    device = SimulatedDevice(room)
+    best, kept = find_best_size(device.layers, device.run_update, LIMITS, get_encoder("qwen2"), at_least)
+    allowed = [SIZES[0], *(size for size in SIZES[1:] if size >= at_least)]
+    counts = {size: device.fitting(size) for size in allowed}
+    assert kept == max(counts.values())
+    assert (best.update.tokens or SIZES[0]) == max(size for size in allowed if counts[size] == kept)
+    assert {size for size, _ in device.updates} <= {*allowed}
+    assert best.probe == LIMITS.probe
+
+
+def test_the_learner_keeps_what_was_chosen(capfd):
+    """Room for 8 layers with 436 tokens, and for 2 with 872."""
+    device = SimulatedDevice(room=436 * (10 + 3 * 8))
+    peaks, learner = device.choose()
+    assert device.updates == [(436, 0), (436, 8)], "measured, then verified"
+    assert peaks == {"update": device.room}
+    assert [layer.gradient_checkpointing for layer in device.layers.layers] == [False] * 8
+    assert len(learner.kept_layers) == 8 and learner.configured_batching == LIMITS.update.within(436)
+    said = "gradient checkpointing: auto keeps the activations of 8 of 8 layers, in passes of 436 tokens\n"
+    assert capfd.readouterr().err == said
+
+
+@pytest.mark.parametrize(("update", "size"), [(MicroBatching(900), "872 tokens"), (MicroBatching(rows=32), "32 resp")])
+def test_a_size_that_the_user_chose_stays(update, size, capfd):
+    device = SimulatedDevice(room=872 * (10 + 3 * 2))
+    _, learner = device.choose(at_least=None, limits=replace(LIMITS, update=update))
+    assert len(learner.kept_layers) == 2 and learner.configured_batching is update
+    assert f"2 of 8 layers, in passes of {size}" in capfd.readouterr().err
+
+
+def test_activations_that_do_not_fit_after_all(capfd):
+    device = SimulatedDevice(room=436 * 34, room_after_all=872 * 10)
+    peaks, learner = device.choose()
+    assert peaks == {} and len(learner.kept_layers) == 0 and learner.configured_batching is LIMITS.update
+    assert all(layer.gradient_checkpointing for layer in device.layers.layers)
+    assert "there was no room for the activations of 8 layers after all\n" in capfd.readouterr().err
+
+
+def test_ranks_are_not_verified():
+    device = SimulatedDevice(room=436 * 34)
+    device.choose(verify=False)
+    assert device.updates == [(436, 0)]
+
+
+def test_all_ranks_keep_the_smallest_number():
+    class OneOfTwo(Ranks):
+        def all_reduce_max(self, number):
+            return max(number, -2)  # the other has room for two
+
+    layers = [SimpleNamespace(gradient_checkpointing=False, _gradient_checkpointing_func=None) for _ in range(3)]
+    keepable = KeepableLayers(layers, allocated=lambda: 0, spare=lambda: 100, ranks=OneOfTwo(None, 0, 2))
+    with keepable.measure():
+        assert all(layer.gradient_checkpointing for layer in layers)
+    assert keepable.fitting == 2
+
+
+def test_a_margin_of_the_device_stays_free(monkeypatch):
+    """Of 100 bytes other processes have 20 and torch reserved 30; 25 were in use at the peak."""
+    told = {"mem_get_info": (50, 100), "memory_reserved": 30, "max_memory_allocated": 25}
+    for name, value in told.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert kept_layers.spare_bytes(torch.device("cuda")) == int(0.92 * 80) - 25
+
+
+# --------------------------------------------------------------------------------------------------------- real passes
+def make_forward(family):
+    model = load_model(checkpoint(family))
+    forward = Forward(Backbone(model), get_encoder(family))
+    enable_activation_checkpointing(model, "auto")
+    return forward
+
+
+def short_limits():
+    sampling = Sampling(n=2, max_new_tokens=8)
+    return replace(
+        LIMITS, prompts=2, prompts_per_update=2, prompt_tokens=60, sampling=sampling, update=MicroBatching(80)
+    )
+
+
+def test_the_order_of_layers():
+    model = make_forward("qwen2_5_vl").backbone.model
+    language, tower = model.model.language_model.layers, model.model.visual.blocks
+    assert keepable_layers(model) == [*reversed(language), *reversed(tower)]
+    model.model.visual.requires_grad_(False)
+    assert keepable_layers(model) == [*reversed(language)], "a frozen tower recomputes nothing"
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)])  # 3 s each
+def test_kept_layers_cost_what_was_measured_and_change_no_numbers(family):
+    """For any number of layers: gradients bitwise equal, fewer recomputations, a peak of at most the prediction."""
+    forward, limits = make_forward(family), short_limits()
+    model, passes = forward.backbone.model.train(), MemoryPreflight(forward, forward.encoder, limits)
+    layers, found = keepable_layers(model), []
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    computed = []
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda *_: computed.append(1))
+
+    def update():
+        computed.clear()
+        model.zero_grad()
+        with LiveTensors() as live:
+            passes.update()
+        return [weight.grad for weight in weights], live.peak, len(computed)
+
+    with LiveTensors() as live:
+        keepable = KeepableLayers(layers, allocated=lambda: live.now, spare=lambda: 0)
+        with keepable.measure(), kept_layers.measure_recomputed(layers, lambda: live.now) as costs:
+            passes.update()
+    for count in range(len(layers) + 1):
+        keepable.keep(count)
+        found.append(update())
+    gradients, base, _ = found[0]
+    for count, (theirs, peak, calls) in enumerate(found):
+        assert all(map(torch.equal, theirs, gradients))
+        assert peak <= base + sum(costs[:count]), f"{count} layers"
+        assert calls == 2 * (2 * len(layers) - count), "in each of two passes once, and once more if recomputed"
+    assert found[-1][1] > 0.6 * (base + sum(costs)), "the prediction is not far off"
+
+
+def test_the_choice_on_a_small_device():
+    """The whole procedure on a device of a given size, where tensors are counted: what it chooses fits."""
+    forward, limits = make_forward("qwen2"), short_limits()
+    layers, learner = keepable_layers(forward.backbone.model), SimpleNamespace(configured_batching=limits.update)
+
+    def choose(size):
+        with LiveTensors() as live:
+            keepable = KeepableLayers(layers, lambda: live.now, lambda: size - live.peak)
+            run = lambda limits, **options: preflight(  # noqa: E731
+                forward, forward.encoder, limits, None, has_states=True, only=["update"], **options
+            )
+            (first,) = run(limits, watch_update=keepable.measure).values()
+            peaks = choose_kept_layers(keepable, run, limits, forward.encoder, learner, at_least=None, verify=True)
+        return first, live.peak, peaks, len(learner.kept_layers)
+
+    base, *_ = choose(0)
+    _, all_kept, _, count = choose(1 << 40)
+    assert count == len(layers) == 3
+    for size in (base, (base + all_kept) // 2):
+        _, used, peaks, kept = choose(size)
+        assert used <= size and bool(peaks) == bool(kept)
+
+
+# -------------------------------------------------------------------------------------------------- the next attempt
+def test_ranks_that_were_full_keep_no_layers_when_they_restart(tmp_path):
+    pass_sizes, learner = PassSizes(tmp_path / "passes.json"), SimpleNamespace(name="actor")
+    pass_sizes.apply(learner)
+    assert pass_sizes.may_keep_layers
+    learner.keep_cut(100)
+    assert pass_sizes.may_keep_layers
+    learner.forbid_kept_layers()
+    assert not pass_sizes.may_keep_layers
+    pass_sizes.apply(learner)
+    assert learner.cut_to == 100
+
+
+def test_layers_that_are_recomputed_anyway_are_no_advice():
+    way = "worker.actor.model.enable_gradient_checkpointing=true"
+    savings = {what: way in list_savings(Plan(LIMITS, checkpointing=what)) for what in (False, "mlp", True, "auto")}
+    assert savings == {False: True, "mlp": True, True: False, "auto": False}
