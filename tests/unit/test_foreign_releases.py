@@ -23,7 +23,7 @@ MACHINE = {
     "worker.actor.tokens_per_micro_batch", "worker.actor.micro_batch_size_per_device_for_update",
     "worker.actor.micro_batch_size_per_device_for_experience", "worker.rollout.engine_kwargs",
     "worker.rollout.gpu_memory_utilization", "worker.rollout.tensor_parallel_size", "worker.reward.num_cpus",
-    "worker.actor.use_torch_compile",
+    "worker.actor.use_torch_compile", "worker.actor.model.enable_gradient_checkpointing",
 }  # fmt: skip
 
 
