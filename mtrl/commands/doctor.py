@@ -112,9 +112,7 @@ def run(arguments: Sequence[str]) -> int:
         if tokens := plan.limits.update.tokens:
             print(f"    in passes of at most {tokens:,} tokens")
         if device.is_gpu and plan.checkpointing == "auto":
-            print(
-                "    with all layers recomputed; the run keeps the activations of as many as there is room for (auto)"
-            )
+            print("    with all layers checkpointed; auto lets as many as fit keep their activations")
         problems += check_memory(estimated, device, partial(find_savings, model, plan, estimated))
         problems += check_disk(config, count_saved_parameters(estimated, plan) + estimated.critic_parameters)
     if not missing:

@@ -166,7 +166,7 @@ def test_advice_comes_with_the_resulting_peak(capsys, monkeypatch):
 def test_a_gpu_that_is_not_here(capsys, fake_passes):
     assert cli.main(["doctor", "--gpu", "80", "worker.actor.model.enable_gradient_checkpointing=auto"]) == 0
     said = capsys.readouterr().out
-    assert "with all layers recomputed (auto: those with room for their activations will keep them)" in said
+    assert "    with all layers checkpointed; auto lets as many as fit keep their activations\n" in said
     assert "of 80.00 GiB (a GPU of 80 GiB)" in said and "workspaces of cuBLAS" in said and "It can run there" in said
     assert cli.main(["doctor", "--gpu", "large"]) == 2
     assert "--gpu: large is no number of GiB" in capsys.readouterr().err
