@@ -8,8 +8,11 @@ from rank_helpers import run_ranks
 from sharded_helpers import LOSS, TEXT_AND_ONE_IMAGE, make_batches, make_worker
 from tiny_models import get_encoder
 
+from mtrl.memory.kept_layers import KeepableLayers, choose_kept_layers
+from mtrl.memory.live_tensors import LiveTensors
 from mtrl.memory.pass_sizes import PassSizes
 from mtrl.memory.preflight import Limits, preflight
+from mtrl.models.activation_checkpointing import keepable_layers, measure_recomputed
 from mtrl.models.state_dicts import exported_weights
 from mtrl.types import Needs, Sampling
 from mtrl.workers.micro_batches import MicroBatching
@@ -47,6 +50,33 @@ def test_a_preflight_on_ranks_changes_no_state(tmp_path):
     batches = make_batches("actor", FAMILY, TEXT_AND_ONE_IMAGE)[:2]
     for after, without in run_ranks(2, rehearsed, tmp_path, batches):
         assert after[0] == without[0] and all(torch.equal(after[1][name], each) for name, each in without[1].items())
+
+
+def with_kept_layers(ranks, batches):
+    """Updates with all layers checkpointed, and with those that keep their activations after a choice: the first rank
+    has room for all of them, the second one for two."""
+    found = []
+    for chooses in (False, True):
+        actor = make_worker("actor", FAMILY, MicroBatching(tokens=60, ranks=ranks), ranks, checkpointing=True)
+        if chooses:
+            layers, live = keepable_layers(actor.model), LiveTensors()
+            room = lambda: 1 << 40 if ranks.is_first else sum(costs[:2])  # noqa: E731
+            keepable = KeepableLayers(layers, lambda live=live: live.now, room, ranks)
+            with live, keepable.measure(), measure_recomputed(layers, keepable.allocated) as costs:
+                preflight(actor.forward, get_encoder(FAMILY), LIMITS, None, has_states=True, only=["update"])
+            arguments = (keepable, None, LIMITS, get_encoder(FAMILY), actor.learner)
+            choose_kept_layers(*arguments, at_least=None, verify=False)
+            assert [layer.gradient_checkpointing for layer in layers[:3]] == [False, False, True]
+        metrics = [actor.update([batch], LOSS) for batch in batches]
+        found.append((len(actor.learner.kept_layers), metrics, copy_weights(actor)))
+    return found
+
+
+def test_all_ranks_keep_the_same_layers_and_the_same_numbers(tmp_path):
+    batches = make_batches("actor", FAMILY, TEXT_AND_ONE_IMAGE)[:2]
+    for checkpointed, kept in run_ranks(2, with_kept_layers, tmp_path, batches):
+        assert (checkpointed[0], kept[0]) == (0, 2) and kept[1] == checkpointed[1]
+        assert all(torch.equal(kept[2][name], weight) for name, weight in checkpointed[2].items())
 
 
 def one_is_full(ranks, batches, file):
