@@ -1,6 +1,7 @@
 """`enable_gradient_checkpointing: auto`: what each layer would keep is measured, how many layers fit is computed, and
 the numbers stay the same. There is no GPU here: tensors are counted, and the size of the device is given."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import checkpoint, get_encoder
 
+from mtrl.compose import memory_limits
+from mtrl.config import load_config
 from mtrl.memory import kept_layers
 from mtrl.memory.kept_layers import KeepableLayers, choose_kept_layers, count_fitting, find_best_size
 from mtrl.memory.live_tensors import LiveTensors
@@ -216,6 +219,38 @@ def test_the_choice_on_a_small_device():
     for size in (base, (base + all_kept) // 2):
         _, used, peaks, kept = choose(size)
         assert used <= size and bool(peaks) == bool(kept)
+
+
+@pytest.mark.parametrize(
+    ("setting", "spare", "forbidden", "kept"),
+    [("auto", 0, False, 3), ("auto", -1, False, 0), ("auto", 0, True, 0), (True, 0, False, 0)],
+)
+def test_which_runs_choose(setting, spare, forbidden, kept, tmp_path, monkeypatch, capfd):
+    """The start of a run on a GPU, where the passes are left out: no layer costs anything."""
+    words = {"worker.actor.model.model_path": str(checkpoint("qwen2"))}
+    config = load_config(None, {**words, "worker.actor.model.enable_gradient_checkpointing": setting})
+    forward, phases = make_forward("qwen2"), []
+    monkeypatch.setattr(Backbone, "device", torch.device("cuda"))
+    monkeypatch.setattr(kept_layers, "spare_bytes", lambda device: spare)
+
+    def run_nothing(policy, encoder, limits, *, watch_update=nullcontext, only=("all",), **options):
+        phases.append((*only, limits.update.tokens))
+        with watch_update():
+            return {"update": 2**30}
+
+    monkeypatch.setattr(memory_limits, "preflight", run_nothing)
+    pass_sizes = PassSizes(tmp_path / "passes.json")
+    if forbidden:
+        pass_sizes.write("kept_layers", 0)
+    learner = SimpleNamespace(kept_layers=(), configured_batching=MicroBatching(at_least=32768), cut_to=0)
+    arguments = (config, forward, None, Needs(), False, [learner])
+    memory_limits.preflight_on_gpu(*arguments, pass_sizes=pass_sizes if forbidden else None)
+    layers = forward.backbone.language_model.layers
+    assert len(learner.kept_layers) == kept == sum(not layer.gradient_checkpointing for layer in layers)
+    assert phases[0] == ("all", None) and (("optimizer", "update", None) in phases) == bool(kept)
+    said = capfd.readouterr().err
+    assert ("auto keeps the activations of" in said) == (setting == "auto" and not forbidden)
+    assert "memory at the limits: update 1.0 GiB" in said
 
 
 # -------------------------------------------------------------------------------------------------- the next attempt
