@@ -75,9 +75,13 @@ class SimulatedDevice:
 
 
 @settings(max_examples=30)
-@given(room=st.integers(40 * GROUP, 160 * GROUP), at_least=st.sampled_from([GROUP, GROUP + 1, 3 * GROUP]))
-def test_the_size_that_keeps_most_layers(room, at_least):
-    device = SimulatedDevice(room)
+@given(
+    room=st.integers(40 * GROUP, 160 * GROUP),
+    at_least=st.sampled_from([GROUP, GROUP + 1, 3 * GROUP]),
+    cost=st.sampled_from([3, 20, 1000]),
+)
+def test_the_size_that_keeps_most_layers(room, at_least, cost):
+    device = SimulatedDevice(room, cost=cost)
     best, kept = find_best_size(device.layers, device.run_update, LIMITS, get_encoder("qwen2"), at_least)
     allowed = [SIZES[0], *(size for size in SIZES[1:] if size >= at_least)]
     counts = {size: device.fitting(size) for size in allowed}
