@@ -9,7 +9,7 @@ import torch
 from tiny_models import SHARPER
 from transformers import GenerationConfig, LlavaConfig, LlavaForConditionalGeneration
 
-from pretraining.tiny_checkpoints import tiny_tokenizer
+from mtrl.models.tiny_tokenizer import tiny_tokenizer
 
 SIDE, PATCH = 56, 14
 TOKENS = (SIDE // PATCH) ** 2

@@ -15,7 +15,7 @@ from tiny_models import SHARPER
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, PreTrainedTokenizerBase
 
 from mtrl.cli import main
-from pretraining.tiny_checkpoints import tiny_tokenizer
+from mtrl.models.tiny_tokenizer import tiny_tokenizer
 
 SIDE, PATCH = 28, 14
 TEMPLATE = (

@@ -21,11 +21,11 @@ from mtrl.embedded.scenes import (
     make_question,
     walk,
 )
+from mtrl.models.tiny_tokenizer import tiny_tokenizer
 from mtrl.rewards.builtin import accuracy, format
 from pretraining.evaluation import CHANCE, parse_answer
 from pretraining.pretrain import ADDED_TOKENS, CURRICULA
 from pretraining.scene_teacher import DEMONSTRATIONS, HABITS, OPPOSITE, demonstrations
-from pretraining.tiny_checkpoints import tiny_tokenizer
 
 COUNT = 250
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from pretraining.tiny_checkpoints import SPECIAL_TOKENS, TINY_FAMILIES, make_tiny_checkpoint, tiny_tokenizer
+from mtrl.models.tiny_tokenizer import SPECIAL_TOKENS, tiny_tokenizer
+from pretraining.tiny_checkpoints import TINY_FAMILIES, make_tiny_checkpoint
 
 HELLO = [{"role": "user", "content": "the cat"}]
 
