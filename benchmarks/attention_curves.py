@@ -17,8 +17,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import environment
 from benchmarks.learning_curves import OFF, SEEDS, mean_curve, run_all, seed_line, train, write_report
+from mtrl.bench.environment import environment
 from mtrl.report.chart import Panel, draw_chart
 
 ALWAYS = {**OFF, "optimization.compute_attention_metrics": "true"}

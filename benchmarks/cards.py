@@ -19,10 +19,11 @@ from typing import Any
 
 import mtrl
 from benchmarks.environment import finish
-from benchmarks.random_model import checkpoint_without_weights, random_config
+from mtrl.bench.shapes import write_files
 from mtrl.compose.memory_limits import make_plan
 from mtrl.config import load_config
 from mtrl.memory.estimate import estimate, shrink_to_fit
+from mtrl.models.families import load_model_config
 
 GIB = 2**30
 CARDS = {"24gb": 24.0, "48gb": 44.5, "80gb": 79.1, "141gb": 139.8}  # GiB: RTX 4090, L40S, A100, H200
@@ -36,9 +37,9 @@ RECIPES = sorted(
 def row(spec: Path) -> dict[str, Any]:
     size, card = spec.stem.split("_")[:2]
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = checkpoint_without_weights(Path(folder), size)
+        checkpoint = write_files(Path(folder), size)
         plan = make_plan(load_config(spec, {"worker.actor.model.model_path": str(checkpoint)}), on_gpu=True)
-        model, room = random_config(checkpoint, size), CARDS[card] - REST
+        model, room = load_model_config(str(checkpoint)), CARDS[card] - REST
         plan, found = shrink_to_fit(model, plan, estimate(model, plan), int(room * GIB))
     phases = {phase: found.held_bytes + sum(parts.values()) for phase, parts in found.phases.items()}
     doctor = {name: round(count / GIB, 1) for name, count in {"held": found.held_bytes, **phases}.items()}

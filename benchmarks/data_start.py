@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.environment import environment
+from mtrl.bench.environment import environment
 
 BATCH = 256
 LIMITS = {"first_start_s": 60.0, "second_start_s": 3.0, "peak_memory_mb": 1500.0}

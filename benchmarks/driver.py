@@ -32,10 +32,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.environment import environment
 from mtrl.algorithms.advantages import ESTIMATORS
 from mtrl.algorithms.batches import BatchPlan
 from mtrl.algorithms.losses import Loss
+from mtrl.bench.environment import environment
 from mtrl.distributed.generator_proxy import DistributedGenerator
 from mtrl.distributed.learner_proxy import DistributedLearner
 from mtrl.distributed.object_refs import ObjectRefs

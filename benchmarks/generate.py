@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.environment import environment
+from mtrl.bench.environment import environment
 
 PROMPTS, ANSWERS, NEW_TOKENS = 16, 8, 32
 

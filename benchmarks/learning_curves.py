@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import environment
+from mtrl.bench.environment import environment
 from mtrl.report.chart import Curve, Panel, draw_chart
 from mtrl.tracking.jsonl import read_rows
 

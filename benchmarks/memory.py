@@ -22,8 +22,8 @@ from transformers import Qwen2_5_VLConfig
 from benchmarks.environment import finish
 from benchmarks.forward import BUDGET, SHAPES, TEXT_TOKENS, Bench
 from benchmarks.measure import peak_gb
-from benchmarks.random_model import PATCHES, TEXT, VISION, token_pixels
 from mtrl.algorithms.losses import Loss
+from mtrl.bench import shapes
 from mtrl.memory.estimate import MemoryEstimate, estimate
 from mtrl.memory.plan import Plan
 from mtrl.memory.preflight import Limits
@@ -56,18 +56,17 @@ def measure_update(size: str, weights: str) -> dict[str, float]:
 
 def expected(size: str, weights: str) -> MemoryEstimate:
     """The estimate of `mtrl doctor` for the same update and probe."""
-    text = TEXT[size] | {"tie_word_embeddings": True}
-    shape = Qwen2_5_VLConfig(
-        text_config=text, vision_config=VISION[size] | PATCHES["qwen2_5_vl"], tie_word_embeddings=True
-    )
+    shape = shapes.SHAPES[size]
+    text = {**shape.text, "tie_word_embeddings": True}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=dict(shape.vision), tie_word_embeddings=True)
     count, length, side = SHAPES[size]
     limits = Limits(
         prompts=count, prompts_per_update=count, sampling=Sampling(n=count, max_new_tokens=length),
-        prompt_tokens=TEXT_TOKENS + (side // token_pixels(size)) ** 2, max_pixels=side**2,
+        prompt_tokens=TEXT_TOKENS + shape.image_tokens(side), max_pixels=side**2,
         update=MicroBatching(at_least=BUDGET["update"]), probe=MicroBatching(at_least=BUDGET["probe"]),
         needs=Needs("old_logprobs", "entropy", "dependency"),
     )  # fmt: skip
-    return estimate(shape, Plan(limits, weights, "bf16", checkpointing=True, on_gpu=True, packed=True, compiled=True))
+    return estimate(config, Plan(limits, weights, "bf16", checkpointing=True, on_gpu=True, packed=True, compiled=True))
 
 
 def measure_lengths(size: str) -> list[dict[str, float]]:

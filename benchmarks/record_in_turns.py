@@ -16,7 +16,8 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.environment import finish
-from benchmarks.step import PHASES, parse, run
+from benchmarks.step import parse, run
+from mtrl.bench.measure import PHASES
 from mtrl.tracking.record import RolloutRecord
 from mtrl.types import Experience
 

@@ -40,13 +40,14 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.drawn_lengths import drawn_lengths
-from benchmarks.environment import commit, finish, hardware
+from benchmarks.environment import finish
 from benchmarks.generate import model_generate
 from benchmarks.kernels import profile
 from benchmarks.measure import free_memory, held_gb, peak_gb, wait
 from benchmarks.random_model import random_prompts
-from benchmarks.random_run import PATHS, step_settings, write_run
 from benchmarks.rollout_rounds import ROUNDS, measure_rounds
+from mtrl.bench.environment import commit, hardware
+from mtrl.bench.random_run import PATHS, step_settings, write_run
 from mtrl.compose.algorithm import make_training_sampling
 from mtrl.compose.policy import LoadedModel, build_generator, build_policy
 from mtrl.compose.run import configure

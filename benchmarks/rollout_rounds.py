@@ -18,8 +18,8 @@ from typing import Any
 
 from benchmarks.drawn_lengths import drawn_lengths
 from benchmarks.measure import compiled_graphs, free_memory, held_gb, peak_gb, wait
-from benchmarks.random_model import token_pixels
-from benchmarks.random_run import PATHS, step_settings, write_run
+from mtrl.bench.random_run import PATHS, step_settings, write_run
+from mtrl.bench.shapes import SHAPES
 from mtrl.compose.run import build, configure
 from mtrl.config import read_overrides
 from mtrl.protocols import Tracker
@@ -51,7 +51,7 @@ SIZES = {  # with 96 responses, enough rows end early for a smaller decode step
 
 
 def make_settings(sizes: Sizes, rounds: int) -> dict[str, Any]:
-    longest = sizes.text_tokens + (max(sizes.sides) // token_pixels("3b")) ** 2
+    longest = sizes.text_tokens + SHAPES["3b"].image_tokens(max(sizes.sides))
     return step_settings(sizes.prompts, sizes.n, sizes.new, rounds + 1, sizes.sides, longest)
 
 

@@ -28,7 +28,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.environment import commit
+from mtrl.bench.environment import commit
 from pretraining.tiny_checkpoints import make_tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -30,6 +30,7 @@ ROOM_MAY_IMPORT["training"] = {
     "types", "utils", "config", "protocols", "algorithms", "data", "checkpoint", "workers",
 }  # fmt: skip
 ROOM_MAY_IMPORT["compose"] = set(ROOM_MAY_IMPORT)  # it alone names concrete classes
+ROOM_MAY_IMPORT["bench"] = set(ROOM_MAY_IMPORT)  # it measures what compose builds
 ROOM_MAY_IMPORT["commands"] = set(ROOM_MAY_IMPORT)
 MODULE_MAY_IMPORT = {  # where a module may do other things than its room
     "mtrl": {"training", "config", "utils", "protocols", "algorithms", "rollout", "types"},

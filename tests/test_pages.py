@@ -16,7 +16,7 @@ import yaml
 from sources import ROOT, SOURCES, parse
 
 import mtrl
-from benchmarks.random_model import checkpoint_without_weights
+from mtrl.bench.shapes import write_files
 from mtrl.cli import main
 from mtrl.config import load_config
 from mtrl.tracking.jsonl import read_rows
@@ -115,7 +115,7 @@ def test_the_first_run_is_plain_grpo(first_run):
 @pytest.mark.slow  # half a minute
 def test_the_memory_of_the_first_run(first_run, capsys):
     """The configuration of the page with the shape of its model, which has no weights here."""
-    checkpoint_without_weights(Path("model"), "3b")
+    write_files(Path("model"), "3b")
     main(["doctor", "run.yaml", "--gpu", "80", "worker.actor.model.model_path=model"])
     (quoted,) = [block.text for block in read_blocks("first_real_run.md") if "million parameters" in block.text]
     printed = capsys.readouterr().out

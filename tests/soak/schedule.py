@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import environment
+from mtrl.bench.environment import environment
 from soak.ledger import Ledger
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,10 +5,13 @@ import json
 import pytest
 
 from benchmarks import step
-from benchmarks.random_model import checkpoint_without_weights, random_model
+from mtrl.bench import measure
+from mtrl.bench.random_run import PATHS
+from mtrl.bench.shapes import write_files
 from mtrl.compose.run import run_directory
 from mtrl.config import load_config
 from mtrl.config.load_config import to_dict
+from mtrl.models.random_model import draw_model
 
 SMALL = ["--prompts=2", "--generations=2", "--completion=5", "--steps=3", "--text-tokens=40"]
 COMPUTE = "worker.actor.fsdp.mixed_precision_dtype"  # processors without bf16 take half a minute for it
@@ -26,8 +29,8 @@ SIZES = {
 @pytest.fixture
 def built(monkeypatch):
     """The runs that the benchmark builds."""
-    runs, build = [], step.build
-    monkeypatch.setattr(step, "build", lambda *args, **rest: runs.append(build(*args, **rest)) or runs[-1])
+    runs, build = [], measure.build
+    monkeypatch.setattr(measure, "build", lambda *args, **rest: runs.append(build(*args, **rest)) or runs[-1])
     return runs
 
 
@@ -43,7 +46,7 @@ def changed(config):
     """Keys of a configuration that are not as a user gets them, without the paths."""
     defaults = dict(leaves(to_dict(load_config())))
     given = {key: value for key, value in leaves(to_dict(config)) if value != defaults[key]}
-    return {key: value for key, value in given.items() if key not in step.PATHS}
+    return {key: value for key, value in given.items() if key not in PATHS}
 
 
 def test_it_differs_from_the_defaults_only_in_its_reported_settings(built, capsys):
@@ -98,12 +101,14 @@ def test_adapters_on_a_base_without_files(built, capsys):
 
 def test_the_shape_of_seven_billion(tmp_path):
     """8,292,166,656 parameters, as the published model has by its own index of weights."""
-    model = random_model(checkpoint_without_weights(tmp_path, "7b"), "7b", "meta", "bf16", 0)
+    model = draw_model(write_files(tmp_path, "7b"), "meta", "bf16", 0)
     assert sum(p.numel() for p in model.parameters()) == 8_292_166_656
     assert model.lm_head.weight is not model.get_input_embeddings().weight
     assert not list(tmp_path.glob("*.safetensors"))
 
 
 def test_the_dtype_of_the_weights():
-    plain, narrow = (step.make_settings(step.parse([*SMALL, *words])) for words in ([], ["--dtype=bf16"]))
+    plain, narrow = (
+        step.make_workload(step.parse([*SMALL, *words])).make_settings() for words in ([], ["--dtype=bf16"])
+    )
     assert plain == SIZES and narrow == SIZES | {"worker.actor.fsdp.param_dtype": "bf16"}

@@ -4,16 +4,20 @@ the YAML omits have their defaults."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
-from benchmarks.random_model import checkpoint_without_weights, random_checkpoint, random_questions
+from mtrl.bench.shapes import write_checkpoint, write_files
 from mtrl.config.load_config import load_config
 from mtrl.config.yaml_io import write_yaml
-from mtrl.models.families import load_encoder
+from mtrl.models.families import TextEncoder, load_encoder
+from mtrl.models.tiny_tokenizer import WORDS
+from mtrl.types import VISION_POOL, Medium, Prompt, Task
 
 REWARD = '''"""A deterministic reward without meaning, which gives the responses of a group different values."""
 
@@ -32,10 +36,8 @@ def write_run(
 ) -> Path:  # fmt: skip
     """Writes all files into `folder`, without the weights if `weights` is false; returns the path of the YAML. Pictures
     are squares of these sides, in turn; `settings` are dotted keys of the YAML."""
-    model_dir = folder / "model"
-    checkpoint = (
-        random_checkpoint(model_dir, size, device, seed) if weights else checkpoint_without_weights(model_dir, size)
-    )
+    path = folder / "model"
+    checkpoint = write_checkpoint(path, size, device, seed) if weights else write_files(path, size)
     write_rows(folder, rows, sides, text_tokens, seed)
     (folder / "rewards.py").write_text(REWARD)
     paths = dict(zip(PATHS, (str(checkpoint), "train.jsonl", str(folder / "outputs")), strict=True))
@@ -54,6 +56,27 @@ def write_rows(folder: Path, count: int, sides: Sequence[int], text_tokens: int,
         Image.fromarray(image).save(folder / name, compress_level=1)
         rows.append({"prompt": f"<image>{text}", "images": [name], "answer": "A"})
     (folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def random_questions(
+    encoder: TextEncoder, count: int, sides: Sequence[int], text_tokens: int, seed: int = 0
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Texts and square pictures (sides in pixels, in turn) of prompts that have `text_tokens` tokens besides those of
+    the picture, template included."""
+    words = [word for word in WORDS.split() if len(encoder.tokenizer(f" {word}")["input_ids"]) == 1]
+    draw, noise = random.Random(seed), np.random.default_rng(seed)
+    for number in range(count):
+        side = sides[number % len(sides)]
+        image = noise.integers(0, 256, (side, side, 3), dtype=np.uint8)
+        prompt = encode_question(encoder, number, "", image)
+        spare = text_tokens - int((prompt.token_pool != VISION_POOL).sum())
+        yield "".join(f" {draw.choice(words)}" for _ in range(max(1, spare))), image
+
+
+def encode_question(encoder: TextEncoder, number: int, text: str, image: np.ndarray) -> Prompt:
+    content = [{"type": "image"}, {"type": "text", "text": text}]
+    task = Task(f"noise:{number}", f"noise {number}", ({"role": "user", "content": content},), (Medium("image", None),))
+    return encoder.encode(task, [image])
 
 
 def step_settings(
