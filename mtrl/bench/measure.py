@@ -13,7 +13,7 @@ from typing import Any
 
 from mtrl.bench.environment import hardware
 from mtrl.bench.peak_flops import find_peak, measure_mfu
-from mtrl.bench.workload import Workload
+from mtrl.bench.workload import Workload, count_tokens
 from mtrl.compose.policy import LoadedModel, base_dtype, build_encoder, build_policy, model_path
 from mtrl.compose.run import build, configure
 from mtrl.config import Config
@@ -33,6 +33,7 @@ PHASES = {  # TRL's name of a phase: our phases
     "unaccounted": ("publish",),
 }  # fmt: skip
 PEAKS = ("peak_gb_generation", "peak_gb_buffers", "peak_gb_probe", "peak_gb_update", "peak_gb_training")
+MFU_KEYS = ("mfu_training_prompts_once", "mfu_training_prompts_per_response")
 VISION = ".visual."  # in the names of the weights of the vision tower
 BESIDE_SETTINGS = {"stop_ids": "none: no token ends a response"}  # facts without a configuration key
 Row = dict[str, Any]
@@ -163,7 +164,7 @@ def summarize(workload: Workload, rows: Sequence[Row], prompt_len: int) -> dict[
     """Medians of the steps after the first, which is the warm-up, and rates."""
     later = rows[1:] or rows
     summary = {name: round(statistics.median(row[name] for row in later), 4) for name in ("wall", *PHASES)}
-    per_response = workload.count_tokens(prompt_len)[1]
+    _, per_response = count_tokens(workload.prompts, workload.generations, prompt_len, workload.completion)
     summary["completion_tokens_per_s_generation"] = round(later[-1]["completion_tokens"] / summary["generation"], 1)
     summary["train_tokens_per_s"] = round(per_response / summary["training"], 1)
     summary["completions_per_s_step"] = round(workload.responses / summary["wall"], 3)
@@ -177,8 +178,6 @@ def measure_training_mfu(workload: Workload, model: Any, prompt_len: int, second
     weights = [weight for name, weight in model.named_parameters() if VISION not in name]
     if peak is None or not all(weight.requires_grad for weight in weights):
         return {}
-    count, (once, per_response) = sum(weight.numel() for weight in weights), workload.count_tokens(prompt_len)
-    return {
-        "mfu_training_prompts_once": measure_mfu(count, once, seconds, peak),
-        "mfu_training_prompts_per_response": measure_mfu(count, per_response, seconds, peak),
-    }
+    count = sum(weight.numel() for weight in weights)
+    tokens = count_tokens(workload.prompts, workload.generations, prompt_len, workload.completion)
+    return {key: measure_mfu(count, number, seconds, peak) for key, number in zip(MFU_KEYS, tokens, strict=True)}

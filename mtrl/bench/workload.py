@@ -16,6 +16,17 @@ DTYPE_KEY = "worker.actor.fsdp.param_dtype"
 TPRL = {"optimization.enable_perception_filtering": True, "optimization.enable_trajectory_reweighting": True}
 
 
+def count_tokens(prompts: int, generations: int, prompt_len: int, completion: int) -> tuple[int, int]:
+    """Tokens of a step with every prompt counted once per group, as it is computed where prompts are shared, and once
+    per response, as most frameworks count.
+
+    >>> count_tokens(8, 8, 642, 256)
+    (21520, 57472)
+    """
+    responses = prompts * generations
+    return prompts * prompt_len + responses * completion, responses * (prompt_len + completion)
+
+
 @dataclass(frozen=True)
 class Workload:
     """The names are those of the results: all responses have `completion` tokens, and the pictures are squares."""
@@ -46,12 +57,6 @@ class Workload:
     @property
     def responses(self) -> int:
         return self.prompts * self.generations
-
-    def count_tokens(self, prompt_len: int) -> tuple[int, int]:
-        """Tokens of a step with every prompt counted once per group, as it is computed where prompts are shared, and
-        once per response, as peers count."""
-        completion = self.responses * self.completion
-        return self.prompts * prompt_len + completion, self.responses * prompt_len + completion
 
     def make_settings(self) -> dict[str, Any]:
         """Settings of the YAML; the rest are the defaults of `mtrl train`."""

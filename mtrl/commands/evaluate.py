@@ -16,13 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mtrl.commands.load_arguments import OptionParser, check_call, load_evaluation_config, log_line
+from mtrl.commands.load_arguments import OptionParser, check_call, check_new_file, load_evaluation_config, log_line
 from mtrl.compose.run import evaluate
 from mtrl.data.parallel import Progress
 from mtrl.tracking.jsonl import as_line
 from mtrl.training.validation import OnBatch, Result
 from mtrl.types import Rewards, Rollouts
-from mtrl.utils.errors import StartError
 
 DEFAULT_ATTENTION = "optimization.compute_attention_metrics=auto"
 OPTIONS = OptionParser(__doc__, "--data", "--out")
@@ -39,22 +38,6 @@ def run(arguments: Sequence[str]) -> int:
     print(_format_table(result))
     print(json.dumps({"checkpoint": config.worker.actor.model.model_path, **result.metrics, "by": result.by}))
     return 0
-
-
-def check_new_file(name: str) -> Path:
-    """The path, if it can be written: better checked before a model is loaded."""
-    path = Path(name).expanduser()
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        pass
-    except OSError as error:  # such as a name that is too long
-        raise StartError(f"--out: {name}: {error.strerror}") from error
-    else:
-        raise StartError(f"--out: {name} exists already; name another file, or remove it")
-    if not path.parent.is_dir():
-        raise StartError(f"--out: {path.parent} is no directory")
-    return path
 
 
 @contextmanager

@@ -82,6 +82,22 @@ def check_call(function: Callable[..., Result], *arguments: Any) -> Result:
         raise StartError(str(error)) from error
 
 
+def check_new_file(name: str) -> Path:
+    """The path of --out, if it can be written: better checked before a model is loaded."""
+    path = Path(name).expanduser()
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # such as a name that is too long
+        raise StartError(f"--out: {name}: {error.strerror}") from error
+    else:
+        raise StartError(f"--out: {name} exists already; name another file, or remove it")
+    if not path.parent.is_dir():
+        raise StartError(f"--out: {path.parent} is no directory")
+    return path
+
+
 def log_line(text: str, log: TextIO | None = None) -> None:
     """Print to stderr and to the log."""
     for stream in filter(None, (sys.stderr, log)):
