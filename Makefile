@@ -11,6 +11,7 @@
 # make lint       ruff and mypy
 # make reference  docs/config-reference.yaml from the tree of keys, docs/metrics.md from the entries of the metrics
 # make models     docs/models.md: the checks of every model family, measured again (minutes)
+# make speed      docs/speed.md from the recorded measurements
 # make docs       the documentation site, in build/site; a broken link is an error
 
 PYTHON ?= python3
@@ -21,7 +22,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_INSTALLED := .venv-vllm/.installed
 
 .PHONY: setup browser demo demo-cluster test test-kernels test-cluster test-browser test-notebook test-lanes setup-vllm \
-	test-vllm test-all soak lint format reference models docs
+	test-vllm test-all soak lint format reference models speed docs
 
 setup: $(INSTALLED)
 
@@ -115,6 +116,9 @@ reference: setup
 
 models: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.model_checks > docs/models.md
+
+speed: setup
+	$(BIN)/python -m benchmarks.speed_page > docs/speed.md
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -7,6 +7,7 @@ import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from mtrl.utils.machine import cpu_memory, usable_cores
 
@@ -19,11 +20,11 @@ def environment() -> dict[str, object]:
     return {"hardware": hardware(), "versions": versions(), "commit": commit()}
 
 
-def hardware() -> dict[str, object]:
+def hardware() -> dict[str, Any]:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    found: dict[str, object] = {"cpu": model, "cores": usable_cores(), "memory_gib": round(cpu_memory() / 2**30)}
+    found: dict[str, Any] = {"cpu": model, "cores": usable_cores(), "memory_gib": round(cpu_memory() / 2**30)}
     import torch
 
     if torch.cuda.is_available():

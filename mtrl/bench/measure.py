@@ -64,8 +64,9 @@ class MeasuredRun:
     @property
     def actor(self) -> Any:
         """The actor of this process."""
-        actor: Any = self.components.actor
-        return actor.workers.roles["actor"].worker if isinstance(actor, DistributedLearner) else actor
+        actor = self.components.actor
+        workers: Any = actor.workers if isinstance(actor, DistributedLearner) else None
+        return actor if workers is None else workers.roles["actor"].worker
 
     def step(self, number: int) -> Row:
         """Seconds and peaks of one step."""
@@ -112,7 +113,9 @@ def build_run(config: Config, workload: Workload, lengths: PromptLengths) -> Run
     if workload.stored:
         training = build(config, trackers=[lengths])
         generator = training.loop.components.generator
-        engine = generator.workers.roles[ENGINE].generator if isinstance(generator, DistributedGenerator) else generator
+        engine: Any = (
+            generator.workers.roles[ENGINE].generator if isinstance(generator, DistributedGenerator) else generator
+        )
         engine.encoder.stop_ids = ()
         return training
     encoder, path = build_encoder(config), model_path(config)

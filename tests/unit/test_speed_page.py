@@ -1,0 +1,21 @@
+"""docs/speed.md is what `make speed` writes from the recorded results."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.speed_page import MEASURED, make_page, read_mfu
+
+PAGE = Path(__file__).parents[2] / "docs" / "speed.md"
+
+
+def test_the_page_is_that_of_the_results():
+    assert PAGE.read_text() == make_page(), "run make speed"
+
+
+@pytest.mark.parametrize("measured", [each for each in MEASURED if each.part], ids=lambda each: each.part)
+def test_older_results_get_the_mfu_that_newer_ones_recorded(measured):
+    result = measured.read()
+    recorded = read_mfu(result)
+    older = {name: value for name, value in result["median_of_measured_steps"].items() if "mfu" not in name}
+    assert read_mfu(result | {"median_of_measured_steps": older}) == recorded
