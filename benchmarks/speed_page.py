@@ -108,7 +108,7 @@ GPU ([{beside}](../benchmarks/results/{beside})):
 
 - The weights are random and no token ends a response: all responses have full length. In real training they differ,
   generation waits for the longest, and the update has fewer tokens.
-- One process on one GPU. Several GPUs were not measured.
+- One process on one GPU, and MTRL's own engine. Several GPUs and vLLM were not measured.
 - Hosts differ by a fifth, and a GPU becomes slower under load: compare within one run. More comparisons, and what a
   step consists of: [benchmarks](../benchmarks/README.md).
 - The first start on a machine compiles kernels, about a minute; they are cached.

@@ -16,7 +16,7 @@ from mtrl.config import read_overrides
 Result = Mapping[str, Any]
 Pair = tuple[float, float]  # with a prompt counted once per group, and once per response
 COMPUTE_KEY = "worker.actor.fsdp.mixed_precision_dtype"
-PHASES = {"generation": "generation", "probe": "scoring_and_other_prep", "update": "training"}
+PHASE_KEYS = {"generation": "generation", "probe": "scoring_and_other_prep", "update": "training"}
 HEADS = ("phase", "seconds", "share", "tokens/s", "MFU", "tokens/s*", "MFU*", "peak GiB")
 NONE = "-"
 NO_PASS = 1e-3  # seconds: a probe that reads nothing, since nothing is needed from it
@@ -55,7 +55,7 @@ class Phase:
 def make_phases(result: Result) -> list[Phase]:
     """The phases of a step, what is left of it, and the whole."""
     args, summary = result["args"], result["median_of_measured_steps"]
-    generation, probe, update = (summary[key] for key in PHASES.values())
+    generation, probe, update = (summary[key] for key in PHASE_KEYS.values())
     wall = summary["wall"]
     counts = count_tokens(args["prompts"], args["generations"], result["prompt_len"], args["completion"])
     sampled = args["prompts"] * args["generations"] * args["completion"]

@@ -24,7 +24,7 @@ import torch
 from mtrl.bench.environment import environment
 from mtrl.bench.measure import make_result, open_run
 from mtrl.bench.shapes import SHAPES, Shape
-from mtrl.bench.table import COMPUTE_KEY, PHASES, make_report
+from mtrl.bench.table import COMPUTE_KEY, PHASE_KEYS, make_report
 from mtrl.bench.workload import DTYPES, Workload
 from mtrl.commands.load_arguments import OptionParser, check_call, check_new_file, log_line, whole_number
 from mtrl.config import load_config, read_overrides, take_file
@@ -110,8 +110,11 @@ def check_overrides(overrides: Sequence[str]) -> None:
     for key in read_overrides(overrides):
         if key in OPTION_OF:
             raise StartError(f"{key}: {OPTION_OF[key]}")
-    if uses_several_processes(load_config(None, overrides)):
+    config = load_config(None, overrides)
+    if uses_several_processes(config):
         raise StartError("mtrl bench measures one process on one device; leave out torchrun and settings for several")
+    if config.engine_name == "vllm":  # it would need the weights on disk, and to ignore the end of a text
+        raise StartError("worker.rollout.name: mtrl bench measures the local engine; leave it out")
 
 
 def choose_shape(gib: float) -> tuple[str, str]:
@@ -142,7 +145,7 @@ def measure(workload: Workload) -> dict[str, Any]:
     with open_run(workload) as measured:
         for number in range(workload.steps):
             rows.append(measured.step(number))
-            phases = ", ".join(f"{name} {rows[-1][key]:.2f}" for name, key in PHASES.items())
+            phases = ", ".join(f"{name} {rows[-1][key]:.2f}" for name, key in PHASE_KEYS.items())
             log_line(f"step {number + 1} of {workload.steps}: {rows[-1]['wall']:.2f} s ({phases})")
         result = make_result(measured, rows)
     if (text := result["prompt_len"] - result["image_tokens"]) != workload.text_tokens:

@@ -150,6 +150,7 @@ def test_a_gpu_gets_the_shape_that_fits(gib, shape, dtype, capsys):
         (["worker.rollout.n=4"], "worker.rollout.n: use --responses"),
         (["worker.actor.model.model_path=zoo"], "the model is made here, use --shape"),
         (["training.n_gpus_per_node=2"], "mtrl bench measures one process on one device"),
+        (["worker.rollout.name=vllm"], "mtrl bench measures the local engine"),
         (["worker.actor.optim.lr=fast"], "worker.actor.optim.lr"),
         (["--out", "no/folder/result.json"], "--out: no/folder is no directory"),
     ],
