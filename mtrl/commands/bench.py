@@ -85,8 +85,9 @@ def make_workload(options: Namespace, overrides: Sequence[str]) -> Workload:
     """The workload of the options; sizes that are not given fit the shape, and the shape fits the device."""
     check_overrides(overrides)
     on_gpu = torch.cuda.is_available()
-    fitting_shape, fitting_dtype = choose_shape(torch.cuda.mem_get_info()[1] / GIB) if on_gpu else ("tiny", "fp32")
-    name = options.shape or fitting_shape
+    name, dtype = options.shape or "tiny", "fp32"
+    if on_gpu and options.shape is None:
+        name, dtype = choose_shape(torch.cuda.mem_get_info()[1] / GIB)
     shape, defaults = SHAPES[name], TINY_SIZES if name.endswith("tiny") else SIZES
     sizes = {size: getattr(options, size) or default for size, default in defaults.items()}
     own = ["training.logger=[]", *([] if on_gpu else [f"{COMPUTE_KEY}=fp32"])]  # progress is ours; few CPUs have bf16
@@ -98,7 +99,7 @@ def make_workload(options: Namespace, overrides: Sequence[str]) -> Workload:
         completion=sizes["response_tokens"],
         steps=options.steps,
         device="cuda" if on_gpu else "cpu",
-        dtype=options.dtype or ("fp32" if options.shape else fitting_dtype),
+        dtype=options.dtype or dtype,
         text_tokens=sizes["text_tokens"],
         tprl=options.tprl,
         attention=options.attention,

@@ -12,7 +12,7 @@ from mtrl.bench.shapes import SHAPES
 from mtrl.bench.table import make_report
 from mtrl.bench.workload import Workload, count_tokens
 from mtrl.cli import main
-from mtrl.commands.bench import choose_shape
+from mtrl.commands.bench import OPTIONS, make_workload
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 QWEN3_5 = json.loads((RESULTS / "step_qwen3_5.json").read_text())["qwen3.5-4b"]
@@ -133,9 +133,17 @@ def test_a_picture_is_the_next_square(size, asked, side):
     ("gib", "shape", "dtype"),
     [(139.8, "3b", "fp32"), (79.1, "3b", "fp32"), (44.5, "3b", "bf16"), (23.6, "tiny", "fp32")],
 )
-def test_a_gpu_gets_the_shape_that_fits(gib, shape, dtype, capsys):
-    assert choose_shape(gib) == (shape, dtype)
+def test_a_gpu_gets_the_shape_that_fits(gib, shape, dtype, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, gib * 2**30))
+    workload = make_workload(OPTIONS.parse_args([]), [])
+    assert (workload.size, workload.dtype, workload.device) == (shape, dtype, "cuda")
     assert ("peft_type=lora" in capsys.readouterr().err) == (shape == "tiny")
+    sizes = (workload.prompts, workload.generations, workload.completion, workload.image_tokens, workload.text_tokens)
+    assert sizes == ((2, 4, 16, 4, 64) if shape == "tiny" else (8, 8, 256, 576, 66))
+    chosen = make_workload(OPTIONS.parse_args(["--shape=7b", "--dtype=bf16", "--prompts=32"]), [])
+    assert (chosen.size, chosen.dtype, chosen.prompts, chosen.image_side) == ("7b", "bf16", 32, 672)
+    assert not capsys.readouterr().err, "a shape that was asked for is not discussed"
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
