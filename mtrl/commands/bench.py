@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ OPTION_OF = {  # keys that the options set
     "dataset.rollout_batch_size": "use --prompts",
     "worker.rollout.n": "use --responses",
     "dataset.max_response_length": "use --response-tokens",
+    "dataset.min_pixels": "use --image-tokens",
+    "dataset.max_pixels": "use --image-tokens",
     "training.max_steps": "use --steps",
     "worker.actor.fsdp.param_dtype": "use --dtype",
     "worker.actor.model.model_path": "the model is made here, use --shape",
@@ -67,7 +70,7 @@ def run(arguments: Sequence[str]) -> int:
     workload = make_workload(options, overrides)
     log_line(f"measuring {workload.size} on {workload.device}: {workload.steps} steps, the first is left out")
     try:
-        result = check_call(measure, workload)
+        result = measure(workload)
     except torch.OutOfMemoryError as error:
         raise StartError(
             f"{workload.size} does not fit into this GPU: {str(error).splitlines()[0]} Use a smaller --shape, "
@@ -143,7 +146,8 @@ def fit_image(shape: Shape, sizes: dict[str, int]) -> int:
 def measure(workload: Workload) -> dict[str, Any]:
     """Run the steps, and report each as it ends."""
     rows = []
-    with open_run(workload) as measured:
+    with ExitStack() as opened:
+        measured = check_call(opened.enter_context, open_run(workload))
         for number in range(workload.steps):
             rows.append(measured.step(number))
             phases = ", ".join(f"{name} {rows[-1][key]:.2f}" for name, key in PHASE_KEYS.items())

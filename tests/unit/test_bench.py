@@ -156,6 +156,7 @@ def test_a_gpu_gets_the_shape_that_fits(gib, shape, dtype, monkeypatch, capsys):
         (["--response-tokens", "128000"], "a prompt and its response have 128,068 tokens"),
         (["run.yaml"], "run.yaml: it takes no file"),
         (["worker.rollout.n=4"], "worker.rollout.n: use --responses"),
+        (["dataset.max_pixels=4096"], "dataset.max_pixels: use --image-tokens"),
         (["worker.actor.model.model_path=zoo"], "the model is made here, use --shape"),
         (["training.n_gpus_per_node=2"], "mtrl bench measures one process on one device"),
         (["worker.rollout.name=vllm"], "mtrl bench measures the local engine"),
