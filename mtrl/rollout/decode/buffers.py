@@ -98,6 +98,11 @@ class Rows:
         self.logps = torch.zeros(room.slots + 1, room.new, device=device)
         self.uniforms = torch.zeros(room.slots + 1, room.new, dtype=torch.float64, device=device)
 
+    def clear(self) -> None:
+        """For a new batch; the unused slot, which rows without a response share, has counted tokens, too."""
+        for numbers in (self.token, self.count, self.done, self.lengths, self.kv_index, self.position):
+            numbers.zero_()
+
     def begin(self, slots: Tensor, first: Tensor, uniforms: Tensor) -> None:
         """New responses in these slots. `first` [slots]: the position of the first token; `uniforms` [slots, tokens]:
         the random numbers."""

@@ -183,6 +183,7 @@ class GraphGenerator(LocalGenerator):
         never waits."""
         queue = RowQueue(len(uniforms), min(self.rows_at_once, len(uniforms)), n, uniforms.shape[1])
         uniforms, ended = to_device(uniforms, self.backbone.device), EndedRows(len(uniforms))
+        buffers.rows.clear()
         size = self._begin(buffers, prompts, mode, queue, uniforms)
         polls: list[Poll] = []
         while queue.live:
