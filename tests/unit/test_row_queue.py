@@ -85,3 +85,13 @@ def test_a_free_slot_is_taken_before_the_longest_row_ends(monkeypatch):
     lengths = rollouts.mask.sum(1).tolist()
     pairs = sum(max(lengths[i : i + 2]) - 1 for i in range(0, len(lengths), 2))
     assert filled[-1] < pairs, (filled, lengths)
+
+
+def test_a_new_batch_finds_the_unused_slot_empty():
+    """Rows without a response share it; what they attend to must not grow from batch to batch."""
+    generator, sampling = engine(fresh_backbone(FAMILY), stopping_encoder(FAMILY)), Sampling(n=1, max_new_tokens=9)
+    counts = []
+    for _ in range(2):
+        generator.generate(prompts_for(FAMILY)[:1], sampling)
+        counts.append(int(generator.buffers.rows.count[-1]))
+    assert counts[0] == counts[1] > 0
