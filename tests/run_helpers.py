@@ -135,6 +135,12 @@ def finish(arguments: list[str]) -> tuple[int, str]:
     return process.returncode, errors
 
 
+def load_in_one_thread() -> None:
+    """For a fork. transformers loads weights in several threads; torch replaces its pool of threads after a fork when
+    first asked, and a thread that asks at that moment finds none ("Invalid thread pool")."""
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+
+
 class ForkedRun:
     """The command in a fork of this process, with the methods of `subprocess.Popen` that tests use. It imports nothing
     again and starts at once. (A process that has used OpenMP's threads cannot be forked: OMP_NUM_THREADS=1.)"""
@@ -151,6 +157,7 @@ class ForkedRun:
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
         # Image files are deleted with their process: the fork makes its own and keeps a reference to the parent's.
         self.inherited, sandbox.IMAGES = sandbox.IMAGES, sandbox.ImageFiles()
+        load_in_one_thread()
         sys.exit(main(arguments))
 
     @property

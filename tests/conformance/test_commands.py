@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_helpers import load_in_one_thread
 from transformers import AutoModelForImageTextToText
 
 import mtrl
@@ -74,6 +75,7 @@ def run_module(arguments: list[str], out: Path, err: Path) -> None:
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
     sys.argv[1:] = arguments
+    load_in_one_thread()
     runpy.run_module("mtrl.training.training_main", run_name="__main__")
 
 
