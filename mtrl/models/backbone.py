@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from mtrl.models import patches
 from mtrl.models.adapters import adapter_layers, adapter_parameters
 from mtrl.models.cascade_attention import WIDEST_HEAD, CascadeMask
+from mtrl.models.device_copy import put_rows, to_device
 from mtrl.models.document_mask import CAUSAL_RULE, DocumentMask, MaskRule
 from mtrl.models.families import find_family
 from mtrl.models.families.model_family import Features
@@ -133,10 +134,11 @@ class Backbone:
     ) -> Tensor:
         """Hidden states [B, S, H] of ids [B, S] at positions [3, B, S].
 
-        `is_vision` [B, S] marks where the rows' features go, in their order. Without `attention_mask` ([B, 1, S, keys]
-        bool, or blocks) attention is as the model defines it for right-padded rows. In a sequence-parallel
-        group S is this rank's part of the positions, and the mask is that of whole sequences. `state_mask` is the mask
-        of recurrent layers: responses that continue prompts, or [B, S] which positions are no padding.
+        `is_vision` [B, S], on the CPU, marks where the rows' features go, in their order. Without `attention_mask`
+        ([B, 1, S, keys] bool, or blocks) attention is as the model defines it for right-padded rows. In a
+        sequence-parallel group S is this rank's part of the positions, and the mask is that of whole sequences.
+        `state_mask` is the mask of recurrent layers: responses that continue prompts, or [B, S] which positions are no
+        padding.
         """
         embeds = self.model.get_input_embeddings()(ids).to(self.compute_dtype)
         extra: dict[str, Any] = {"readers": readers} if readers else {}
@@ -148,11 +150,11 @@ class Backbone:
         if visual:
             assert is_vision is not None
             image = torch.cat([row.embeds for row in visual]).to(embeds.dtype)
-            embeds = embeds.masked_scatter(is_vision[..., None], image)
+            embeds = put_rows(embeds, is_vision, image)
             if attention_mask is None and self.family.image_blocks:  # the language model does not know its images
                 attention_mask = self.make_masks(DocumentMask.from_rows(is_vision))
             if visual[0].deepstack:
-                extra["visual_pos_masks"] = is_vision
+                extra["visual_pos_masks"] = to_device(is_vision, self.device)
                 extra["deepstack_visual_embeds"] = [
                     torch.cat(layers) for layers in zip(*(row.deepstack for row in visual), strict=True)
                 ]

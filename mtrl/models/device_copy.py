@@ -1,4 +1,4 @@
-"""Copies to the device that do not wait for it, and fast copies back to CPU memory."""
+"""Copies to the device and scatters on it that do not wait for it, and fast copies back to CPU memory."""
 
 from __future__ import annotations
 
@@ -20,6 +20,15 @@ def to_device(tensor: Tensor, device: torch.device | str | None) -> Tensor:
     """
     device = torch.device(device or "cpu")
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def put_rows(tensor: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
+    """The tensor [*mask, ..] with its rows where the mask is set, which is on the CPU, replaced; gradients flow.
+
+    The backward pass of `masked_scatter` would wait for the device to count the mask.
+    """
+    index = to_device(mask.flatten().nonzero()[:, 0], tensor.device)
+    return tensor.flatten(0, mask.dim() - 1).index_copy(0, index, rows).view(tensor.shape)
 
 
 def copy_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -28,7 +28,7 @@ from mtrl.algorithms.vocab import CHUNK_POSITIONS, TokenScores, full_kl, map_log
 from mtrl.models import patches
 from mtrl.models.attention_maps import PatchReader, make_image_readers
 from mtrl.models.backbone import Backbone, prompt_positions, vision_tokens
-from mtrl.models.device_copy import to_device
+from mtrl.models.device_copy import put_rows, to_device
 from mtrl.models.families.model_family import Features
 from mtrl.models.layout import Layout, lay_out
 from mtrl.models.masked_attention import AttentionReader, MapReader, MassReader
@@ -281,7 +281,7 @@ class Forward:
             hidden = self.backbone.forward_text(
                 to_device(sp_group.local_part(layout.ids), device),
                 to_device(sp_group.local_part(layout.positions), device),
-                to_device(sp_group.local_part(layout.is_vision), device),
+                sp_group.local_part(layout.is_vision),
                 features,
                 attention_mask=mask,
                 readers=readers,
@@ -377,7 +377,5 @@ def unpack_rows(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def unpack(values: Tensor, mask: Tensor) -> Tensor:
-    """Scatter values [M] to where the mask [N, T] is set, 0 elsewhere; gradients flow."""
-    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(
-        to_device(mask, values.device), values
-    )
+    """Scatter values [M] to where the mask [N, T], on the CPU, is set, 0 elsewhere; gradients flow."""
+    return put_rows(values.new_zeros(mask.shape), mask, values)

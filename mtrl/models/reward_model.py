@@ -148,7 +148,7 @@ class VisionRewardModel(RewardModel):
         hidden = self.backbone.forward_text(
             pad_sequence([each.ids for each in conversations], batch_first=True).to(device),
             pad_sequence(positions, batch_first=True).permute(2, 0, 1).to(device),
-            pad_sequence([vision_tokens(each) for each in conversations], batch_first=True).to(device),
+            pad_sequence([vision_tokens(each) for each in conversations], batch_first=True),
             [features[key] for key in keys],
         )
         last = torch.tensor([len(each.ids) - 1 for each in conversations], device=device)

@@ -227,7 +227,7 @@ class Decoding:
         hidden = backbone.forward_text(
             left_pad([prompt.ids for prompt in self.prompts]).to(backbone.device),
             left_pad([p.T for p in positions]).permute(2, 0, 1).to(backbone.device),
-            is_vision.to(backbone.device),
+            is_vision,
             backbone.encode_images(inputs),
             attention_mask=None if keys.all() else backbone.make_masks(DocumentMask.from_rows(is_vision, keys)),
             cache=cache,

@@ -1,4 +1,4 @@
-"""Select rows of records, and join records into one.
+"""Select rows of records, join records into one, and map their tensors.
 
 A record is a frozen dataclass whose tensors and tuples have one row per response; records may be nested. A record that
 needs more care (`Rollouts`, whose rows point at prompts) has its own `rows` and `join`.
@@ -6,7 +6,7 @@ needs more care (`Rollouts`, whose rows point at prompts) has its own `rows` and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -42,6 +42,17 @@ def _select(value: Any, index: Tensor) -> Any:
     if is_dataclass(value):
         return value.rows(index) if hasattr(value, "rows") else take_rows(value, index)
     return value
+
+
+def map_tensors(record: Record, function: Callable[[Tensor], Tensor]) -> Record:
+    """The record with `function` applied to each of its tensors, those of nested records included."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return function(value)
+        return map_tensors(value, function) if is_dataclass(value) else value
+
+    return replace(record, **{f.name: convert(getattr(record, f.name)) for f in fields(record)})  # type: ignore
 
 
 def join_rows(records: Sequence[Record]) -> Record:

@@ -14,6 +14,7 @@ from torch import Tensor
 from mtrl.algorithms.losses import Loss, total_loss, weighted_sum
 from mtrl.algorithms.signals import ATTENTION
 from mtrl.algorithms.vocab import TokenScores
+from mtrl.models.device_copy import to_device
 from mtrl.models.forward import Forward, unpack
 from mtrl.models.parallel.fsdp import run_forward, run_frozen_forward
 from mtrl.models.perturb import Perturbation
@@ -21,6 +22,7 @@ from mtrl.models.routing import RoutingReader
 from mtrl.models.state_dicts import exported_weights
 from mtrl.protocols import Snapshot
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch, Weights
+from mtrl.utils.record_rows import map_tensors
 from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import Measure, MicroBatching
 from mtrl.workers.offload import OffloadedTensors
@@ -120,22 +122,25 @@ class LocalActor:
         return self._with_reference(work) if loss.full_divergence else work()
 
     def _loss(self, batch: TrainBatch, loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-        rollouts, mask, kl = batch.rollouts, batch.rollouts.mask, None
+        """On the device, so that its backward pass is queued without waiting for the forward pass."""
+        rollouts, kl = batch.rollouts, None
         fresh = batch.old_logprobs is None  # nothing was probed
         routing = self.forward.make_routing_reader(rollouts) if fresh else None
         if loss.full_divergence:
             scores, kl = self._scores_and_divergence(rollouts, entropy=fresh, routing=routing)
         else:
             scores = self.forward.scores(rollouts, entropy=fresh, routing=routing)
-        total, metrics = total_loss(unpack(scores.logp, mask).cpu(), batch, loss, kl)
+        streams = map_tensors(batch, lambda stream: to_device(stream, self.forward.backbone.device))
+        mask, token_weights = rollouts.mask, streams.weights.token
+        total, metrics = total_loss(unpack(scores.logp, mask), streams, loss, kl)
         if routing is not None:
-            mismatch = unpack(self.forward.gather_mismatch(routing, rollouts).cpu(), mask)
-            metrics["routing_mismatch"] = weighted_sum(batch.weights.token, mismatch)
+            mismatch = unpack(self.forward.gather_mismatch(routing, rollouts), mask)
+            metrics["routing_mismatch"] = weighted_sum(token_weights, mismatch)
         if scores.entropy is not None:
-            metrics["entropy"] = weighted_sum(batch.weights.token, unpack(scores.entropy, mask).cpu())
+            metrics["entropy"] = weighted_sum(token_weights, unpack(scores.entropy, mask))
         if scores.support is not None:
-            cut = unpack(scores.logp.detach() - scores.support, mask).cpu()
-            metrics["support_gap_mean"] = weighted_sum(batch.weights.token, (cut - rollouts.rollout_logprobs).abs())
+            cut = unpack(scores.logp.detach() - scores.support, mask)
+            metrics["support_gap_mean"] = weighted_sum(token_weights, (cut - streams.rollouts.rollout_logprobs).abs())
         return total, metrics
 
     def _scores_and_divergence(
@@ -147,7 +152,7 @@ class LocalActor:
         theirs = reference.response_hidden(rollouts)
         ours = self.forward.response_hidden(rollouts, routing)
         kl = reference.divergence(ours, theirs, self.forward, rollouts)
-        return self.forward.score_tokens(ours, rollouts, entropy), unpack(kl, rollouts.mask).cpu()
+        return self.forward.score_tokens(ours, rollouts, entropy), unpack(kl, rollouts.mask)
 
     # -------------------------------------------------------------------------------------------------------- weights
     def publish(self) -> Weights:

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.value_loss import ValueLoss, value_loss
+from mtrl.models.device_copy import to_device
 from mtrl.models.forward import Forward, unpack
 from mtrl.models.parallel.fsdp import run_forward
 from mtrl.protocols import Snapshot
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch
+from mtrl.utils.record_rows import map_tensors
 from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 
@@ -63,8 +65,9 @@ class LocalCritic:
         return self.learner.update(batches, lambda batch: self._loss(batch, loss))
 
     def _loss(self, batch: TrainBatch, loss: ValueLoss) -> tuple[Tensor, dict[str, Tensor]]:
-        values = unpack(self.forward.values(batch.rollouts), batch.rollouts.mask)
-        return value_loss(values.cpu(), batch, loss)
+        values = self.forward.values(batch.rollouts)
+        streams = map_tensors(batch, lambda stream: to_device(stream, values.device))
+        return value_loss(unpack(values, batch.rollouts.mask), streams, loss)
 
     def snapshot(self) -> Snapshot:
         return self.learner.snapshot(self.encoder_files)

@@ -40,7 +40,7 @@ LOWERS_MEMORY = (
 )
 
 BatchLoss = Callable[[TrainBatch], tuple[Tensor, dict[str, Tensor]]]
-"""The loss of some rows with gradients, and metrics; both add up over the passes of an optimizer step."""
+"""The loss of some rows with gradients, and metrics, on any device; both add up over the passes of a step."""
 
 logger = logging.getLogger(__name__)
 
@@ -238,16 +238,17 @@ class Learner:
         return None, problem
 
     def _accumulate_gradients(self, batch: TrainBatch, loss: BatchLoss) -> dict[str, float]:
-        """Adds up the gradients and the metrics of all passes."""
-        metrics: dict[str, float] = defaultdict(float)
+        """Adds up the gradients and the metrics of all passes. The metrics are read at the end: until then nothing
+        waits for the device, which always has the next pass to do."""
+        metrics: dict[str, list[Tensor]] = defaultdict(list)
         for number, (rows, counts) in enumerate(self.batching.passes(batch.rollouts)):
             taken = batch.rows(rows) if counts else zero_weighted(batch.rows(rows))
             with self._seed_dropout(number):
                 part, values = run_forward(self.model, partial(loss, taken))
                 part.backward()
             for name, value in values.items():
-                metrics[name] += float(value)
-        return self.ranks.all_reduce_sum(metrics)
+                metrics[name].append(value)
+        return self.ranks.all_reduce_sum({name: sum(torch.stack(parts).tolist()) for name, parts in metrics.items()})
 
     def _step_optimizer(self) -> None:
         """Offloaded state comes to the device for one piece of the parameters after the other: the optimizer skips

@@ -283,7 +283,7 @@ def read_prompts(
     hidden = backbone.forward_text(
         right_pad([prompt.ids for prompt in prompts]).to(device),
         right_pad([each.T for each in positions]).permute(2, 0, 1).to(device),
-        right_pad([vision_tokens(prompt) for prompt in prompts]).to(device),
+        right_pad([vision_tokens(prompt) for prompt in prompts]),
         backbone.encode_images(inputs),
         cache=cache,
     )
