@@ -57,7 +57,7 @@ class PatchReader:
             torch.zeros(*each.columns.shape, len(each.vision), device=each.columns.device) for each in groups
         ]
 
-    def observe(self, layer: AttentionLayer, value: Tensor) -> None:
+    def observe(self, layer: AttentionLayer, value: Tensor, lse: Tensor | None) -> None:
         if layer.module.layer_idx not in self.layers:
             return
         for group, total in zip(self.groups, self.totals, strict=True):

@@ -28,21 +28,21 @@ WIDEST_HEAD = 256  # that the kernels take
 
 
 @dataclass(frozen=True, eq=False)
-class Spans:
-    """Consecutive queries and the consecutive keys that they attend to, as the kernels take them."""
+class CuSeqlens:
+    """Spans of consecutive queries and of the consecutive keys that they attend to, as the kernels take them."""
 
-    query_ends: Tensor  # [spans + 1] int32, from 0
-    key_ends: Tensor
-    longest_query: int
-    longest_key: int
+    query: Tensor  # [spans + 1] int32, where each begins, from 0
+    key: Tensor
+    max_query: int  # the most queries of a span
+    max_key: int
     causal: bool
 
     @classmethod
-    def of(cls, queries: Tensor, keys: Tensor, causal: bool, device: torch.device) -> Spans:
-        """From the sizes of each span's queries and keys."""
-        ends = (torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int() for sizes in (queries, keys))
-        query_ends, key_ends = (to_device(each, device) for each in ends)
-        return cls(query_ends, key_ends, int(queries.max()), int(keys.max()), causal)
+    def of(cls, queries: Tensor, keys: Tensor, causal: bool, device: torch.device) -> CuSeqlens:
+        """From the numbers of each span's queries and keys."""
+        begins = (torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int() for sizes in (queries, keys))
+        query, key = (to_device(each, device) for each in begins)
+        return cls(query, key, int(queries.max()), int(keys.max()), causal)
 
 
 class CascadeMask(Tensor):
@@ -51,10 +51,9 @@ class CascadeMask(Tensor):
     It is a tensor of four dimensions because transformers passes such masks on to the layers as they are.
     """
 
-    own: Spans  # every prompt and response by itself
-    to_prompts: Spans | None  # the responses of each prompt, and the prompt; None: no prompt is shared
-    responses: Tensor  # [R] columns of the response tokens
-    prompts: Tensor  # [P] columns of the prompts that have any
+    own: CuSeqlens  # every prompt and response by itself
+    to_prompts: CuSeqlens | None  # prompts, which read nothing, and their responses in turn; None: no prompt is shared
+    prompts: Tensor  # [P] columns of the prompts that responses read
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain tensors
 
@@ -68,65 +67,62 @@ class CascadeMask(Tensor):
         number = is_prompt.cumsum(0) - 1  # of the prompt that each segment belongs to: responses follow it
         if int(number.bincount().max()) <= 2:  # no prompt has two responses: attention over both is causal
             _, sizes = prompt.unique_consecutive(return_counts=True)
-            mask.own, mask.to_prompts = Spans.of(sizes, sizes, True, device), None
+            mask.own, mask.to_prompts = CuSeqlens.of(sizes, sizes, True, device), None
             return mask
-        tokens = torch.zeros_like(sizes[is_prompt]).index_add_(0, number[~is_prompt], sizes[~is_prompt])
-        read = tokens > 0
-        mask.own = Spans.of(sizes, sizes, True, device)
-        mask.to_prompts = Spans.of(tokens[read], sizes[is_prompt][read], False, device)
-        of_prompts = (is_prompt & read[number]).repeat_interleave(sizes)
-        mask.responses, mask.prompts = (
-            to_device(each.nonzero()[:, 0], device) for each in (segment != prompt, of_prompts)
-        )
+        mask.own = CuSeqlens.of(sizes, sizes, True, device)
+        prompts = sizes[is_prompt]
+        responses = torch.zeros_like(prompts).index_add_(0, number[~is_prompt], sizes[~is_prompt])
+        queries, keys = torch.stack([prompts, responses], 1), torch.zeros(len(prompts), 2, dtype=torch.long)
+        keys[:, 1] = prompts.where(responses > 0, 0)
+        mask.to_prompts = CuSeqlens.of(queries.flatten(), keys.flatten(), False, device)
+        read = (is_prompt & (responses > 0)[number]).repeat_interleave(sizes)
+        mask.prompts = to_device(read.nonzero()[:, 0], device)
         return mask
 
 
-def cascade_attention(query: Tensor, key: Tensor, value: Tensor, mask: CascadeMask, scale: float) -> Tensor:
-    """[S, heads, D] of one packed sequence; several query heads may share a key head."""
-    output: Tensor = _CascadeAttention.apply(query, key, value, mask, scale)
-    return output
+def cascade_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: CascadeMask, scale: float
+) -> tuple[Tensor, Tensor]:
+    """[S, heads, D] of one packed sequence, and lse [heads, S] without gradients; several query heads may share a key
+    head."""
+    output, lse = _CascadeAttention.apply(query, key, value, mask, scale)
+    return output, lse
 
 
 class _CascadeAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: CascadeMask, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: CascadeMask, scale: float
+    ) -> tuple[Tensor, Tensor]:
         output, lse = flash_forward(query, key, value, mask.own, scale)
         if mask.to_prompts is not None:
-            responses, prompts = mask.responses, mask.prompts
-            read = flash_forward(query[responses], key[prompts], value[prompts], mask.to_prompts, scale)
+            read = flash_forward(query, key[mask.prompts], value[mask.prompts], mask.to_prompts, scale)
             join = compile_function(join_parts, find_token_dims) if query.is_cuda else join_parts
-            joined, joined_lse = join(output[responses], lse[:, responses], *read)
-            output.index_copy_(0, responses, joined)
-            lse.index_copy_(1, responses, joined_lse)
+            output, lse = join(output, lse, *read)
         ctx.save_for_backward(query, key, value, output, lse)
         ctx.mask, ctx.scale = mask, scale
-        return output
+        ctx.mark_non_differentiable(lse)
+        return output, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
-        mask, scale = ctx.mask, ctx.scale
+        mask, scale, grad = ctx.mask, ctx.scale, grad.contiguous()
         grads = flash_backward(grad, query, key, value, output, lse, mask.own, scale)
         if mask.to_prompts is not None:
-            rows, prompts = mask.responses, mask.prompts
-            more = flash_backward(
-                grad[rows],
-                query[rows],
-                key[prompts],
-                value[prompts],
-                output[rows],
-                lse[:, rows],
-                mask.to_prompts,
-                scale,
-            )
-            for each, columns, added in zip(grads, (rows, prompts, prompts), more, strict=True):
-                each.index_copy_(0, columns, each[columns] + added)
+            prompts = mask.prompts
+            more = flash_backward(grad, query, key[prompts], value[prompts], output, lse, mask.to_prompts, scale)
+            grads[0].add_(more[0])
+            for each, added in zip(grads[1:], more[1:], strict=True):
+                each.index_copy_(0, prompts, each[prompts] + added)
         return *grads, None, None
 
 
 def join_parts(own: Tensor, own_lse: Tensor, prompt: Tensor, prompt_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs [R, heads, D] and lse [heads, R] of the attention to the keys of both parts."""
+    """Outputs [S, heads, D] and lse [heads, S] of the attention to the keys of both parts. The kernel's lse of a query
+    without keys is inf."""
+    prompt_lse = prompt_lse.where(prompt_lse < torch.inf, -torch.inf)
     lse = torch.logaddexp(own_lse, prompt_lse)
     from_prompt = (prompt_lse - lse).exp().T[..., None]
     joined = torch.lerp(own.to(lse.dtype), prompt.to(lse.dtype), from_prompt)
@@ -139,23 +135,23 @@ def find_token_dims(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels
-def flash_forward(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [T, heads, D] and lse [heads, T]."""
+def flash_forward(query: Tensor, key: Tensor, value: Tensor, spans: CuSeqlens, scale: float) -> tuple[Tensor, Tensor]:
+    """Output [T, heads, D] and lse [heads, T]; zeros and inf for queries without keys."""
     output, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query, key, value, spans.query_ends, spans.key_ends, spans.longest_query, spans.longest_key,
-        0.0, spans.causal, False, scale=scale,
+        query, key, value, spans.query, spans.key, spans.max_query, spans.max_key, 0.0, spans.causal, False,
+        scale=scale,
     )  # fmt: skip
     return output, lse
 
 
 def flash_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, spans: Spans, scale: float
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, spans: CuSeqlens, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value. Those of queries are sums in any order, unless torch is told to be
     deterministic."""
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device), query.new_empty(0)
     grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        grad.contiguous(), query, key, value, output, lse.contiguous(), spans.query_ends, spans.key_ends,
-        spans.longest_query, spans.longest_key, 0.0, spans.causal, *no_dropout, scale=scale,
+        grad, query, key, value, output, lse, spans.query, spans.key, spans.max_query, spans.max_key, 0.0,
+        spans.causal, *no_dropout, scale=scale,
     )  # fmt: skip
     return grads

@@ -28,11 +28,13 @@ from mtrl.algorithms.vocab import CHUNK_POSITIONS, TokenScores, full_kl, map_log
 from mtrl.models import patches
 from mtrl.models.attention_maps import PatchReader, make_image_readers
 from mtrl.models.backbone import Backbone, prompt_positions, vision_tokens
+from mtrl.models.cascade_attention import CascadeMask
 from mtrl.models.device_copy import put_rows, to_device
 from mtrl.models.families.model_family import Features
 from mtrl.models.layout import Layout, lay_out
 from mtrl.models.masked_attention import AttentionReader, MapReader, MassReader
 from mtrl.models.parallel.sequence import SequenceParallelGroup
+from mtrl.models.prompt_masses import PromptRows
 from mtrl.models.routing import RoutingReader
 from mtrl.protocols import PromptEncoder
 from mtrl.types import SEGMENTS, Needs, Rollouts, Signal, Signals, TokenStates
@@ -334,7 +336,9 @@ class Forward:
         causal = layout.causal and self.backbone.is_causal
         masks = {} if causal else self.backbone.make_masks(layout.document_mask[corner], layout.packed)
         index = to_device(sequence, device), to_device(column, device)
-        return MassReader(pool, sink, index, self._segments(), self.backbone.by_layer(masks))
+        by_kernel = any(isinstance(mask, CascadeMask) for mask in masks.values())
+        rows = PromptRows.of(layout.document_mask, column, device) if by_kernel else None
+        return MassReader(pool, sink, index, self._segments(), self.backbone.by_layer(masks), rows)
 
     def _make_patch_reader(self, layout: Layout, rollouts: Rollouts) -> PatchReader:
         self._check_attention()

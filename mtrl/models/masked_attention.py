@@ -9,9 +9,10 @@ anything else     sdpa
 
 In a sequence-parallel group (`parallel/sequence.py`) each rank attends with its share of the heads.
 
-An `AttentionReader` sums up the attention. The attention matrix never exists: for the masses the layer's attention runs
-once more over values that are indicators of the pools, and its output *is* the mass (section 2 of the spec); for maps
-over single tokens only the matrix rows of a few positions are computed.
+An `AttentionReader` sums up the attention. The attention matrix never exists: for the masses a kernel sums
+probabilities (`prompt_masses.py`), or the layer's attention runs once more over values that are indicators of the
+pools, and its output *is* the mass (section 2 of the spec); for maps over single tokens only the matrix rows of a few
+positions are computed.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from transformers.masking_utils import sdpa_mask
 from mtrl.models.cascade_attention import CascadeMask, cascade_attention
 from mtrl.models.parallel.sequence import NO_SEQUENCE_PARALLEL, SequenceParallelGroup
 from mtrl.models.patches import compile_function
+from mtrl.models.prompt_masses import PromptRows, prompt_masses
 from mtrl.types import TEXT_POOL, VISION_POOL
 
 ATTENTION = "mtrl_sdpa"
@@ -65,9 +67,9 @@ def attention(
         if isinstance(attention_mask, Tensor) and not attention_mask.numel():  # CAUSAL, on any device
             attention_mask = None
     layer = AttentionLayer(described, query, key, attention_mask, options, sp_group)
+    output, lse = layer.attend(value)
     for reader in readers:
-        reader.observe(layer, value)
-    output = layer.attend(value)
+        reader.observe(layer, value, lse)
     return (output if sp_group.size == 1 else sp_group.gather_heads_scatter_seq(output)), None
 
 
@@ -90,20 +92,22 @@ class AttentionLayer:
     options: dict[str, Any]
     sp_group: SequenceParallelGroup = NO_SEQUENCE_PARALLEL
 
-    def attend(self, value: Tensor) -> Tensor:
+    def attend(self, value: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[B, S, heads, D], and the lse [heads, S] where the kernel has one sequence and returns it."""
         query, key, mask, scaling = self.query, self.key, self.mask, self.options["scaling"]
         if isinstance(mask, CascadeMask):
             query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))  # [S, heads, D]
-            return cascade_attention(query, key, value, mask, scaling)[None]
+            output, lse = cascade_attention(query, key, value, mask, scaling)
+            return output[None], lse
         if isinstance(mask, BlockMask):
             # Uncompiled, flex_attention makes the whole matrix.
             flex = compile_function(flex_attention) if query.is_cuda else flex_attention
-            return flex(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True).transpose(1, 2)
+            return flex(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True).transpose(1, 2), None
         if query.shape[2] == 1:
             folded = query.reshape(*key.shape[:2], -1, query.shape[3])  # [B, key heads, heads that share them, D]
             output = F.scaled_dot_product_attention(folded, key, value, mask, scale=scaling)
-            return output.reshape(len(query), 1, -1, value.shape[3])
-        return sdpa_attention_forward(self.module, query, key, value, mask, **self.options)[0]
+            return output.reshape(len(query), 1, -1, value.shape[3]), None
+        return sdpa_attention_forward(self.module, query, key, value, mask, **self.options)[0], None
 
 
 AttentionInterface.register(ATTENTION, attention)
@@ -112,8 +116,8 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 # ------------------------------------------------------------------------------------------------------------- readers
 class AttentionReader(Protocol):
-    def observe(self, layer: AttentionLayer, value: Tensor) -> None:
-        """Read the attention of a layer, before it attends to these values."""
+    def observe(self, layer: AttentionLayer, value: Tensor, lse: Tensor | None) -> None:
+        """Read the attention of a layer to these values; `lse` [heads, S] is its own, if its kernel returned it."""
 
 
 class MassReader:
@@ -122,7 +126,8 @@ class MassReader:
     `pool` [B, S] holds the pool of every prompt token and is negative elsewhere; the sink, a prompt's first token, does
     not count. `index` are the sequences and columns of the M positions to read. B and S may be smaller than the pass's:
     a corner with the positions and all that they attend to suffices. `masks` are those of the corner, by layer. A
-    segment without layers (a model of one or two has no late third) stays NaN.
+    layer that returns its lse is read by `rows`, the same positions. A segment without layers (a model of one or two
+    has no late third) stays NaN.
     """
 
     def __init__(
@@ -132,34 +137,38 @@ class MassReader:
         index: tuple[Tensor, Tensor],
         segments: Sequence[Sequence[int]],
         masks: Sequence[Tensor | BlockMask | None],
+        rows: PromptRows | None = None,
     ) -> None:
         counted = ~sink & (pool >= 0)
         columns = [(pool == TEXT_POOL) & counted, (pool == VISION_POOL) & counted, counted]
         self.indicator = torch.stack(columns, -1)  # [B, S, 3]
-        self.index, self.segments, self.masks = index, segments, masks
+        self.index, self.segments, self.masks, self.rows = index, segments, masks, rows
         self.total = torch.zeros(len(index[0]), len(segments), 2, device=pool.device)
         for number in (number for number, layers in enumerate(segments) if not layers):
             self.total[:, number] = torch.nan
 
-    def observe(self, layer: AttentionLayer, value: Tensor) -> None:
+    def observe(self, layer: AttentionLayer, value: Tensor, lse: Tensor | None) -> None:
+        if lse is not None:
+            assert self.rows is not None, "made for masks whose kernel returns the lse"
+            masses = prompt_masses(
+                layer.query[0], layer.key[0], lse, self.indicator[0], self.rows, layer.options["scaling"]
+            )
+        else:
+            masses = self.attend(layer, value)[self.index][..., :3].float().mean(1)
+        text, vision, counted = layer.sp_group.all_reduce_mean(masses).unbind(-1)
+        shares = torch.stack([text, vision], -1) / counted.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+        add_to_segments(self.total, self.segments, layer, shares)
+
+    def attend(self, layer: AttentionLayer, value: Tensor) -> Tensor:
+        """[B, S, heads, columns]: the layer's attention over the indicators, then zeros, in place of `value`."""
         sequences, size, _ = self.indicator.shape
         query, key = (each[:sequences, :, :size] for each in (layer.query, layer.key))
         mask = self.masks[layer.module.layer_idx]
         # sdpa makes the matrix unless its values are as wide as the model's own.
         columns = FLEX_COLUMNS if isinstance(mask, BlockMask) else value.shape[3]
+        padded = F.pad(self.indicator.to(value.dtype), (0, columns - self.indicator.shape[-1]))
         corner = replace(layer, query=query, key=key, mask=mask)
-        self.add(layer, corner.attend(self.values(columns, like=value)))
-
-    def values(self, columns: int, like: Tensor) -> Tensor:
-        """[B, heads, S, columns]: the indicators, then zeros, in place of values `like` these."""
-        padded = F.pad(self.indicator.to(like.dtype), (0, columns - self.indicator.shape[-1]))
-        return padded[:, None].expand(-1, like.shape[1], -1, -1)
-
-    def add(self, layer: AttentionLayer, output: Tensor) -> None:
-        """`output` [B, S, heads, columns] of a layer: mean of the heads, then the share of the counted keys."""
-        text, vision, counted = layer.sp_group.all_reduce_mean(output[self.index][..., :3].float().mean(1)).unbind(-1)
-        shares = torch.stack([text, vision], -1) / counted.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
-        add_to_segments(self.total, self.segments, layer, shares)
+        return corner.attend(padded[:, None].expand(-1, value.shape[1], -1, -1))[0]
 
 
 class MapReader:
@@ -181,7 +190,7 @@ class MapReader:
         self.masks, self.index, self.segments = masks, index, segments
         self.total = torch.zeros(len(index[0]), len(segments), pool.shape[1], device=pool.device)
 
-    def observe(self, layer: AttentionLayer, value: Tensor) -> None:
+    def observe(self, layer: AttentionLayer, value: Tensor, lse: Tensor | None) -> None:
         rows, columns = self.index
         query = layer.query[rows, :, columns].unflatten(1, (layer.key.shape[1], -1))  # [M, key heads, sharing heads, D]
         scores = torch.einsum("mkhd,mksd->mkhs", query.float(), layer.key[rows].float()) * layer.options["scaling"]

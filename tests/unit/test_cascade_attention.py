@@ -29,7 +29,7 @@ calls = []
 
 def scores_of(query, key, spans, scale):
     """For each span its queries, its keys, and their scores [heads, queries, keys]."""
-    bounds = zip(spans.query_ends.tolist(), spans.key_ends.tolist(), strict=True)
+    bounds = zip(spans.query.tolist(), spans.key.tolist(), strict=True)
     for (q0, k0), (q1, k1) in pairwise(bounds):
         q, k = query[q0:q1], key[k0:k1].repeat_interleave(query.shape[1] // key.shape[1], 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
@@ -43,7 +43,7 @@ def plain_forward(query, key, value, spans, scale):
     sharing = query.shape[1] // key.shape[1]
     output, lse = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
     for queries, keys, scores in scores_of(query, key, spans, scale):
-        lse[:, queries] = scores.logsumexp(-1)
+        lse[:, queries] = scores.logsumexp(-1) if scores.shape[2] else torch.inf
         values = value[keys].repeat_interleave(sharing, 1)
         output[queries] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
     return output, lse
@@ -100,7 +100,7 @@ def test_outputs_and_gradients_equal_those_of_the_matrix(groups, padding, seed):
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, documents.dense(), scale=0.5, enable_gqa=True
     )[0].transpose(0, 1)
-    found = cascade.cascade_attention(*inputs, CascadeMask.from_documents(documents, CPU), 0.5)
+    found, _ = cascade.cascade_attention(*inputs, CascadeMask.from_documents(documents, CPU), 0.5)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     weights = torch.randn(expected.shape, generator=draw, dtype=torch.float64)
     ours, theirs = (torch.autograd.grad((each * weights).sum(), inputs) for each in (found, expected))
@@ -112,15 +112,17 @@ def test_prompts_with_one_response_take_one_call():
     documents = make_documents([(5, 3), (4,), (2, 0), (6, 7)], 2)
     mask = CascadeMask.from_documents(documents, CPU)
     assert mask.to_prompts is None
-    assert mask.own.query_ends.tolist() == [0, 8, 12, 14, 27, 29]
+    assert mask.own.query.tolist() == [0, 8, 12, 14, 27, 29]
 
 
 def test_a_prompt_is_read_once_for_its_group():
     mask = CascadeMask.from_documents(make_documents([(5, 3, 2), (4,), (6, 7, 1, 2)], 1), CPU)
     spans = mask.to_prompts
-    assert (spans.query_ends.tolist(), spans.key_ends.tolist()) == ([0, 5, 15], [0, 5, 11])
-    assert (spans.longest_query, spans.longest_key, spans.causal) == (10, 6, False)
-    assert mask.own.longest_key == 7 and mask.own.causal
+    assert spans.query.tolist() == [0, 5, 10, 14, 14, 20, 30, 31, 31], "prompts and their responses in turn"
+    assert spans.key.tolist() == [0, 0, 5, 5, 5, 5, 11, 11, 11], "prompts read nothing"
+    assert mask.prompts.tolist() == [*range(5), *range(14, 20)]
+    assert (spans.max_query, spans.max_key, spans.causal) == (10, 6, False)
+    assert mask.own.max_key == 7 and mask.own.causal
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen2"])
