@@ -113,7 +113,7 @@ def make_flex(documents: DocumentMask) -> Callable[..., Tensor]:
 
 def make_cascade(documents: DocumentMask) -> Callable[..., Tensor]:
     mask = CascadeMask.from_documents(documents, CUDA)
-    return lambda query, key, value: cascade_attention(query, key, value, mask, query.shape[2] ** -0.5)
+    return lambda query, key, value: cascade_attention(query, key, value, mask, query.shape[2] ** -0.5)[0]
 
 
 def make_exact(documents: DocumentMask) -> Callable[..., Tensor]:

@@ -1,8 +1,10 @@
-"""Tables of the kernels of a piece of work (on a CPU: of its operators), the slowest first."""
+"""Tables of the kernels of a piece of work (on a CPU: of its operators), the slowest first, and of the gaps between
+kernels, in which the device waits for the host."""
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,6 +15,7 @@ from benchmarks.measure import wait
 
 Result = TypeVar("Result")
 MAX_KERNELS = 40  # rows of a table
+MAX_GAPS = 15
 
 
 def profile(work: Callable[[], Result], device: str) -> tuple[Result, str]:
@@ -31,7 +34,30 @@ def profile(work: Callable[[], Result], device: str) -> tuple[Result, str]:
         f"# {taken:.3f} s with the profiler, {listed:.3f} s of it in the kernels below, the slowest first.",
         *(f"{ms:9.2f} ms {calls:7d}  {key[:100]}" for ms, calls, key in rows[:MAX_KERNELS]),
     ]
-    return result, "\n".join(lines) + "\n"
+    return result, "\n".join(lines + (find_gaps(profiler) if device == "cuda" else [])) + "\n"
+
+
+def find_gaps(profiler: Any) -> list[str]:
+    """The device's idle time by the kernels before and after it, the longest first."""
+    results = profiler.profiler.kineto_results.events()
+    kernels = sorted(
+        (each.start_ns(), each.start_ns() + each.duration_ns(), each.name())
+        for each in results
+        if each.device_type() == torch.autograd.DeviceType.CUDA
+    )
+    idle: dict[tuple[str, str], list[float]] = defaultdict(list)
+    busy_until, last = kernels[0][0], ""
+    for begin, end, name in kernels:
+        if begin > busy_until:
+            idle[last, name].append((begin - busy_until) / 1e6)
+        if end > busy_until:
+            busy_until, last = end, name
+    total = sum(map(sum, idle.values())) / 1000
+    longest = sorted(idle.items(), key=lambda item: -sum(item[1]))[:MAX_GAPS]
+    return [
+        f"# {total:.3f} s without a kernel, by the kernels before and after:",
+        *(f"{sum(ms):9.2f} ms {len(ms):7d}  {a[:60]} -> {b[:60]}" for (a, b), ms in longest),
+    ]
 
 
 def profile_methods(owner: Any, names: tuple[str, ...], device: str, tables: dict[str, str]) -> None:

@@ -87,6 +87,11 @@ CASES = {
         "512x256-drawn": Case(64, 8, 256, shortest=32, limit_s=2.8),
         "512x256-drawn-all-stay": Case(64, 8, 256, shortest=32, leave=False),
         "64x2048": Case(8, 8, 2048, limit_s=9.0),
+        "256x1024": Case(32, 8, 1024, limit_s=5.5),
+        "256x1024-drawn": Case(32, 8, 1024, shortest=64),
+        "256x1024-prefix-4096": Case(32, 8, 1024, prefix=4096),
+        "1024x1024-drawn": Case(128, 8, 1024, shortest=64),
+        "256x8192-drawn": Case(32, 8, 8192, shortest=256),
     },
     "tiny": {
         "4x6": Case(2, 2, 6, prefix=44, peers=True),
