@@ -35,7 +35,6 @@ from mtrl.types import VISION_POOL, Prompt
 Mask = Tensor | BlockMask
 Masks = Mask | Mapping[str, Mask] | None  # one for all layers with attention, or one for each kind of them
 T = TypeVar("T")
-PREFER_FLASH = False  # over flex_attention, where both would do: not measured yet
 LOGITS_CHANGED_BY = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
@@ -227,8 +226,9 @@ class Backbone:
         """The mask for the kernels of this device: spans or blocks for one packed sequence, otherwise a matrix for
         each."""
         if packed and self.device.type == "cuda":
-            flash = PREFER_FLASH and rule == CAUSAL_RULE and self.has_flash_kernels
-            return CascadeMask.from_documents(documents, self.device) if flash else documents.blocks(self.device, rule)
+            if rule == CAUSAL_RULE and self.has_flash_kernels:
+                return CascadeMask.from_documents(documents, self.device)
+            return documents.blocks(self.device, rule)
         return documents.dense(rule).to(self.device)
 
     def make_step_masks(self, is_real: Tensor) -> dict[str, Mask]:

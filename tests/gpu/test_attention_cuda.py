@@ -7,7 +7,6 @@ from benchmarks.attention_kernels import Case, draw, exact, kernels
 from benchmarks.delta_rule import relative_errors
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 from mtrl.embedded.task import make_question
-from mtrl.models import backbone as backbone_module
 from mtrl.models.backbone import Backbone
 from mtrl.models.cascade_attention import CascadeMask
 from mtrl.models.families import load_encoder
@@ -47,8 +46,8 @@ def rollouts():
 def test_a_model_scores_and_learns_alike(share_prefix, rollouts, monkeypatch):
     """Log-probs, masses and gradients in bf16 differ from those of float32 as little as flex_attention's."""
 
-    def run(dtype, prefer_flash):
-        monkeypatch.setattr(backbone_module, "PREFER_FLASH", prefer_flash)
+    def run(dtype, flash):
+        monkeypatch.setattr(Backbone, "has_flash_kernels", flash)
         backbone = Backbone(load_model(MODEL_DIRECTORY, device="cuda"), dtype)
         forward = Forward(backbone, load_encoder(MODEL_DIRECTORY), packed=True, share_prefix=share_prefix)
         signals = forward.signals(rollouts, Needs("old_logprobs", "attention_mass"))
@@ -64,8 +63,7 @@ def test_a_model_scores_and_learns_alike(share_prefix, rollouts, monkeypatch):
         assert other_gap <= 1.5 * gap + 1e-4
 
 
-def test_the_mask_is_handed_on(rollouts, monkeypatch):
-    monkeypatch.setattr(backbone_module, "PREFER_FLASH", True)
+def test_the_mask_is_handed_on(rollouts):
     backbone = Backbone(load_model(MODEL_DIRECTORY, dtype="bf16", device="cuda"))
     forward = Forward(backbone, load_encoder(MODEL_DIRECTORY), packed=True)
     layout, _ = forward._prepare(rollouts, [None])
