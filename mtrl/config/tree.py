@@ -219,7 +219,7 @@ class ActorModelConfig:
         None, "model family from your own file, as file.py:Name; null: that of the model", path_kind="code"
     )
     enable_gradient_checkpointing: bool | Literal["auto", "mlp", "attention"] = run_key(
-        True, "recompute activations; auto: if need be"
+        "auto", "recompute activations; auto: if need be"
     )
     freeze_vision_tower: bool = key(False, "do not train the vision tower")
     attn_implementation: str = key("auto", "attention in transformers: auto, sdpa, flash_attention_2, ...")
