@@ -11,7 +11,7 @@ import torch
 from mtrl.compose import algorithm
 from mtrl.compose.critic_worker import critic_path
 from mtrl.config import Config
-from mtrl.memory.kept_layers import FULL_SPEED_TOKENS, KeepableLayers, choose_kept_layers
+from mtrl.memory.kept_layers import KeepableLayers, choose_kept_layers, full_speed_tokens
 from mtrl.memory.pass_sizes import PassSizes, fit_passes
 from mtrl.memory.plan import Plan, list_savings
 from mtrl.memory.preflight import ADAM_STATES, Limits, preflight
@@ -138,13 +138,14 @@ def preflight_on_gpu(
     run_all = partial(run_once, watch_update=layers.measure)
     peaks = fit_passes(run_all, limits, policy, learners if sized else [], pass_sizes)
     if keepable:
+        enough = full_speed_tokens(sum(each.numel() for each in backbone.model.parameters()), len(keepable))
         peaks |= choose_kept_layers(
             layers,
             partial(run_once, only=("optimizer", "update")),
             limits.within(actor.cut_to) if actor.cut_to else limits,
             policy.encoder,
             actor,
-            at_least=sp_size * FULL_SPEED_TOKENS if sized else None,
+            at_least=sp_size * enough if sized else None,
             verify=pass_sizes is None,  # ranks cannot continue after a failed pass
         )
     if backbone.ranks.is_first:

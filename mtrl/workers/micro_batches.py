@@ -71,6 +71,12 @@ class MicroBatching:
         finer = len(self.within(half).split(rollouts, views)) > len(self.split(rollouts, views))
         return half if finer else None
 
+    def smaller(self, rollouts: Rollouts) -> int | None:
+        """Three quarters of the size of the largest pass over these rows; None if it cannot be smaller."""
+        largest = self.largest(rollouts)
+        size = max(1, largest * 3 // 4)
+        return size if self.within(size).largest(rollouts) < largest else None
+
     def within(self, limit: int) -> MicroBatching:
         """The same with a budget of at most `limit`: rows if they are counted, else tokens."""
         if self.rows is not None:

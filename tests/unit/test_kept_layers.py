@@ -32,7 +32,7 @@ LIMITS = Limits(
     update=MicroBatching(at_least=1000), probe=MicroBatching(at_least=4000), needs=Needs("old_logprobs"),
 )  # fmt: skip
 GROUP = 90 + 8 * 16  # tokens; a step has four: 872
-SIZES = [4 * GROUP, 2 * GROUP, GROUP]
+SIZES = [count * GROUP for count in (4, 3, 2, 1)]
 
 
 # ----------------------------------------------------------------------------------------------------------- the choice
@@ -58,7 +58,7 @@ class SimulatedDevice:
         return count_fitting([self.cost * tokens] * 8, self.room - self.base * tokens)
 
     def run_update(self, limits, watch_update=None):
-        tokens = min(limits.update.tokens or SIZES[0], SIZES[0])
+        tokens = min(limits.update.tokens or SIZES[0], SIZES[0]) // GROUP * GROUP
         kept = sum(not layer.gradient_checkpointing for layer in self.layers.layers) if watch_update is None else 0
         self.updates.append((tokens, kept))
         if watch_update is not None:
@@ -86,7 +86,8 @@ def test_the_size_that_keeps_most_layers(room, at_least, cost):
     allowed = [SIZES[0], *(size for size in SIZES[1:] if size >= at_least)]
     counts = {size: device.fitting(size) for size in allowed}
     assert kept == max(counts.values())
-    assert (best.update.tokens or SIZES[0]) == max(size for size in allowed if counts[size] == kept)
+    tokens = min(best.update.tokens or SIZES[0], SIZES[0])
+    assert tokens // GROUP * GROUP == max(size for size in allowed if counts[size] == kept)
     assert {size for size, _ in device.updates} <= {*allowed}
     assert best.probe == LIMITS.probe
 
@@ -95,10 +96,10 @@ def test_the_learner_keeps_what_was_chosen(capfd):
     """Room for 8 layers with 436 tokens, and for 2 with 872."""
     device = SimulatedDevice(room=436 * (10 + 3 * 8))
     peaks, learner = device.choose()
-    assert device.updates == [(436, 0), (436, 8)], "measured, then verified"
+    assert device.updates == [(654, 0), (436, 0), (436, 8)], "measured, then verified"
     assert peaks == {"update": device.room}
     assert [layer.gradient_checkpointing for layer in device.layers.layers] == [False] * 8
-    assert len(learner.kept_layers) == 8 and learner.configured_batching == LIMITS.update.within(436)
+    assert len(learner.kept_layers) == 8 and learner.configured_batching == LIMITS.update.within(654 * 3 // 4)
     said = "gradient checkpointing: auto keeps the activations of 8 of 8 layers, in passes of 436 tokens\n"
     assert capfd.readouterr().err == said
 
@@ -122,7 +123,7 @@ def test_activations_that_do_not_fit_after_all(capfd):
 def test_ranks_are_not_verified():
     device = SimulatedDevice(room=436 * 34)
     device.choose(verify=False)
-    assert device.updates == [(436, 0)]
+    assert device.updates == [(654, 0), (436, 0)]
 
 
 def test_all_ranks_keep_the_smallest_number():
