@@ -242,7 +242,7 @@ def test_a_graph_reads_its_settings_from_memory():
 
 def test_room_grows_and_never_shrinks():
     small = Room.for_batch([642] * 8, [100] * 8, n=8, new=256, slots=512)
-    assert small.pieces_of_prompt == 8 and small.pieces == 9 and replace(small, longest=2**15).pieces_of_prompt == 16
+    assert small.pieces_of_prompt == 4 and small.pieces == 5 and replace(small, longest=2**15).pieces_of_prompt == 16
     assert small.union(None) == small == small.union(replace(small, longest=512, slots=16))
     assert small.slots == 64 and small.groups == 8 and small.prompt_tokens >= 8 * 642
     assert Room.for_batch([640] * 8, [90] * 8, n=8, new=256, slots=512) == small, (

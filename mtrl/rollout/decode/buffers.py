@@ -15,7 +15,7 @@ from mtrl.rollout.decode.fused_weights import DecodeWeights
 from mtrl.rollout.decode.layers import Shape
 
 MEMBERS = 8  # the most rows that read their prompt together
-PIECE = 128  # the fewest prompt tokens in a piece of attention
+PIECE = 256  # the fewest prompt tokens in a piece of attention
 PIECES = 16  # the most pieces of a prompt
 CHUNK = 256  # response tokens in a piece of attention
 
