@@ -117,6 +117,23 @@ def test_half_of_the_tokens_that_the_largest_pass_takes():
     assert MicroBatching(10**6).first_half(fake_rollouts([3, 3])) == (size + 6) // 2
 
 
+def test_the_largest_pass():
+    size = prompt_tokens()
+    assert MicroBatching().largest(UNEVEN) == size + 6, "one view by default"
+    assert MicroBatching().largest(UNEVEN, 2) == 2 * (size + 6)
+    assert MicroBatching(rows=3).largest(UNEVEN) == 3 and MicroBatching(rows=9).largest(UNEVEN) == 4
+
+
+def test_three_quarters_of_the_largest_pass():
+    size = prompt_tokens()
+    assert MicroBatching(10**6).smaller(UNEVEN) == (2 * size + 7) * 3 // 4
+    assert MicroBatching(rows=4).smaller(UNEVEN) == 3 and MicroBatching(rows=2).smaller(UNEVEN) == 1
+    assert MicroBatching(rows=1).smaller(UNEVEN) is None and MicroBatching(1).smaller(UNEVEN) is None
+    equal = fake_rollouts([2, 2, 2, 2], group=[0, 1, 2, 3])
+    three = MicroBatching(3 * (size + 2))
+    assert three.smaller(equal) == 3 * (size + 2) * 3 // 4, "two and two instead of three and one"
+
+
 def test_a_pass_of_one_row_has_no_half():
     assert MicroBatching().first_half(fake_rollouts([5])) is None, "a single response"
     assert MicroBatching(1).first_half(ROLLOUTS) is None, "a response each"
