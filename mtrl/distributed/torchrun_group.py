@@ -5,6 +5,7 @@ Calls go through gloo's object collectives: their arguments are scattered and th
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,8 @@ STOP = "stop"
 NO_TIMEOUT = timedelta(days=10_000)  # the side channel may be idle for any time
 TIMEOUT = timedelta(minutes=60)  # how long a rank waits for the others: the longest pass or download
 
+logger = logging.getLogger(__name__)
+
 Call = tuple[str, str, tuple[Any, ...]]  # role, method, arguments
 Roles = Mapping[str, Any]  # the workers of a process, by role
 
@@ -29,12 +32,25 @@ def join_ranks(store: dist.Store | None = None) -> Ranks:
     there are any. Ranks that Ray has started meet at their own `store`."""
     backend = "cpu:gloo"
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        backend = "cpu:gloo,cuda:nccl"
+        local_rank, local_size = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        index, collectives = choose_device(local_rank, local_size, torch.cuda.device_count())
+        torch.cuda.set_device(index)
+        backend = f"cpu:gloo,cuda:{collectives}"
     if not dist.is_initialized():
         rank, size = (-1, -1) if store is None else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=size)
     return all_ranks(TIMEOUT)
+
+
+def choose_device(local_rank: int, local_size: int, devices: int) -> tuple[int, str]:
+    """The GPU of one of `local_size` ranks on a machine, and the backend of collectives between GPUs. Ranks that share
+    a GPU, which NCCL refuses, communicate by gloo through CPU memory."""
+    if local_size > devices and local_rank == 0:
+        logger.warning(
+            "%d processes share %d GPUs and communicate through CPU memory, which is slow; start one for each GPU, "
+            "unless this is a test", local_size, devices,
+        )  # fmt: skip
+    return local_rank % devices, "gloo" if local_size > devices else "nccl"
 
 
 class TorchrunWorkerGroup:
