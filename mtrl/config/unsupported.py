@@ -48,8 +48,6 @@ def find_unsupported(config: Config) -> list[str]:
         "worker.actor.optim.name: adamw_8bit is not supported with several processes; set it to adamw": (
             is_ranked and optimizers != {"adamw"}
         ),
-        f"worker.actor.fsdp.param_rounding: {fsdp.param_rounding} is not supported with several processes; set it to "
-        "none": is_ranked and fsdp.param_rounding != "none",
     }
     if fsdp.cpu_offload and worker.actor.offload.offload_params:
         answers = ("worker.actor.fsdp.cpu_offload", "worker.actor.offload.offload_params")

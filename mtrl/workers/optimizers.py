@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from mtrl.models.parallel.fsdp import local_tensor, shard_range
 from mtrl.models.quantized import import_bitsandbytes
 
 Rounding = Literal["none", "stochastic", "kahan"]
@@ -50,7 +52,8 @@ class RoundedAdamW(AdamWVariant):
     sum is right; or store the rounding error in a second number and add it the next time (Kahan). Products are in
     float32; the states have the weights' dtype and are rounded at random: at beta2 = 0.999 rounding to nearest would
     never change them. Random numbers are keyed by the step and the parameter's index, so that a resumed run draws the
-    same ones."""
+    same ones. Ranks draw those of the whole parameter up to the end of their shard and take their own, so that the
+    numbers do not depend on how it is sharded."""
 
     def __init__(self, parameters: Iterable[Tensor], *, rounding: Rounding, **settings: Any) -> None:
         super().__init__(parameters, **settings)
@@ -63,17 +66,37 @@ class RoundedAdamW(AdamWVariant):
             state["step"] = torch.zeros((), dtype=torch.float32)
             state |= {kind: torch.zeros_like(parameter, memory_format=torch.contiguous_format) for kind in kinds}
         state["step"] += 1
-        step = int(state["step"])
-        generator = torch.Generator(parameter.device).manual_seed(1_000_003 * step + index)
-        states = [state[kind] for kind in ("exp_avg", "exp_avg_sq", "compensation") if kind in state]
-        flat = [each.view(-1).split(CHUNK) for each in (parameter, *states)]
-        gradients = parameter.grad.reshape(-1).split(CHUNK)  # type: ignore[union-attr]
-        for gradient, weight, mean, square, *lost in zip(gradients, *flat, strict=True):
-            change = adam_change(weight, gradient, mean, square, group, step, generator)
+        step, weights = int(state["step"]), local_tensor(parameter)
+        generator = torch.Generator(weights.device).manual_seed(1_000_003 * step + index)
+        states = [local_tensor(state[kind]) for kind in ("exp_avg", "exp_avg_sq", "compensation") if kind in state]
+        assert parameter.grad is not None
+        flat = [local_tensor(parameter.grad).reshape(-1), *(each.view(-1) for each in (weights, *states))]
+        first, last = shard_range(parameter)
+        for begin in range(0, last if first < last else 0, CHUNK):
+            end = min(begin + CHUNK, parameter.numel())
+            low, high = (min(max(edge, first), last) for edge in (begin, end))  # the shard's part of it, if any
+            noise = Noise(generator, end - begin, slice(low - begin, high - begin))
+            gradient, weight, mean, square, *lost = [each[low - first : high - first] for each in flat]
+            change = adam_change(weight, gradient, mean, square, group, step, noise)
             if lost:
                 add_compensated(weight, change, lost[0])
             else:
-                weight.copy_(round_at_random(weight.float() + change, weight.dtype, generator))
+                weight.copy_(round_at_random(weight.float() + change, weight.dtype, noise))
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Random numbers for a chunk of a parameter, of which those for a part are taken."""
+
+    generator: torch.Generator
+    numbers: int
+    part: slice
+
+    def draw(self) -> Tensor:
+        drawn = torch.randint(
+            1 << LOW_BITS, (self.numbers,), dtype=torch.int32, device=self.generator.device, generator=self.generator
+        )
+        return drawn[self.part]
 
 
 def adam_change(
@@ -83,14 +106,14 @@ def adam_change(
     square: Tensor,
     group: dict[str, Any],
     step: int,
-    generator: torch.Generator,
+    noise: Noise,
 ) -> Tensor:
     """The change that AdamW makes to the weight, in float32; updates `mean` and `square` of its gradients."""
     (beta1, beta2), lr, gradient = group["betas"], group["lr"], gradient.float()
     new_mean = mean.float().lerp_(gradient, 1 - beta1)
     new_square = square.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    mean.copy_(round_at_random(new_mean, mean.dtype, generator))
-    square.copy_(round_at_random(new_square, square.dtype, generator))
+    mean.copy_(round_at_random(new_mean, mean.dtype, noise))
+    square.copy_(round_at_random(new_square, square.dtype, noise))
     size = (new_square / (1 - beta2**step)).sqrt_().add_(group["eps"])
     return (new_mean / size).mul_(-lr / (1 - beta1**step)).sub_(weight.float(), alpha=lr * group["weight_decay"])
 
@@ -102,14 +125,13 @@ def add_compensated(weight: Tensor, change: Tensor, lost: Tensor) -> None:
     lost.copy_(wanted - (weight.float() - before))
 
 
-def round_at_random(numbers: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+def round_at_random(numbers: Tensor, dtype: torch.dtype, noise: Noise) -> Tensor:
     """Rounds float32 to bf16, up or down with probabilities that preserve the mean: a random number is added to the
     bits that are cut off, and the carry decides. (The bits of a float grow with its magnitude, whatever its sign.)
     Other dtypes are rounded to nearest."""
     if dtype != torch.bfloat16:
         return numbers.to(dtype)
-    noise = torch.randint(1 << LOW_BITS, numbers.shape, dtype=torch.int32, device=numbers.device, generator=generator)
-    bits = (numbers.contiguous().view(torch.int32) + noise) >> LOW_BITS << LOW_BITS
+    bits = (numbers.contiguous().view(torch.int32) + noise.draw()) >> LOW_BITS << LOW_BITS
     return bits.view(torch.float32).to(dtype)
 
 

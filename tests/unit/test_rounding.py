@@ -10,13 +10,17 @@ from mtrl.compose.algorithm import make_optimizer_settings
 from mtrl.config import ConfigError, find_warnings, load_config
 from mtrl.workers import optimizers
 from mtrl.workers.learner import OptimizerSettings, make_optimizer
-from mtrl.workers.optimizers import RoundedAdamW, add_compensated, round_at_random
+from mtrl.workers.optimizers import Noise, RoundedAdamW, add_compensated, round_at_random
 
 ULP = 2**-7  # between two bf16 numbers from 1 to 2
 
 
 def drawn(seed=0):
     return torch.Generator().manual_seed(seed)
+
+
+def rounded(numbers, dtype=torch.bfloat16):
+    return round_at_random(numbers, dtype, Noise(drawn(), len(numbers), slice(None)))
 
 
 def noise(*shape, seed=0):
@@ -30,16 +34,16 @@ def test_the_mean_stays(share, sign):
     """A number at a fraction of the way between two is rounded up with that probability. Over 100,000 draws the share
     has a standard deviation of at most 0.0016."""
     numbers = torch.full((100_000,), sign * (1 + share * ULP))
-    found = round_at_random(numbers, torch.bfloat16, drawn()).float() * sign
+    found = rounded(numbers).float() * sign
     assert set(found.tolist()) <= {1.0, 1 + ULP}
     assert float((found > 1).float().mean()) == pytest.approx(share, abs=0.01 if share else 0)
 
 
 def test_bf16_numbers_stay():
     numbers = noise(1000).bfloat16()
-    assert torch.equal(round_at_random(numbers.float(), torch.bfloat16, drawn()), numbers)
-    assert round_at_random(torch.zeros(3), torch.bfloat16, drawn()).tolist() == [0, 0, 0]
-    assert torch.equal(round_at_random(noise(9), torch.float32, drawn()), noise(9)), "float32 needs no rounding"
+    assert torch.equal(rounded(numbers.float()), numbers)
+    assert rounded(torch.zeros(3)).tolist() == [0, 0, 0]
+    assert torch.equal(rounded(noise(9), torch.float32), noise(9)), "float32 needs no rounding"
 
 
 def test_rounding_errors_accumulate():

@@ -62,11 +62,6 @@ REFUSED = {  # text in the message: the overrides
     "worker.actor.optim.name: adamw_8bit is not supported with several": {
         "worker.actor.optim.name": "adamw_8bit", "training.nnodes": 2,
     },
-    "worker.actor.fsdp.param_rounding: kahan is not supported with several": {
-        "worker.actor.fsdp.param_rounding": "kahan",
-        "worker.actor.fsdp.param_dtype": "bf16",
-        "training.n_gpus_per_node": 4,
-    },
 }  # fmt: skip
 
 
@@ -149,6 +144,7 @@ def test_all_offloads_together_get_one_answer_that_is_supported(more, answer):
         {"worker.actor.model.peft_type": "lora"},
         {"worker.actor.fsdp.cpu_offload": True, "training.n_gpus_per_node": 2},
         {"worker.actor.offload.offload_optimizer": True, "worker.ref.offload_params": True, "training.nnodes": 2},
+        {"worker.actor.fsdp.param_dtype": "bf16", "worker.actor.fsdp.param_rounding": "kahan", "training.nnodes": 2},
         {"optimization.advantage_estimator": "rloo"},
         {"optimization.advantage_estimator": "reinforce_plus_plus"},
         {"optimization.advantage_estimator": "remax"},

@@ -11,7 +11,8 @@ never averaged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -187,6 +188,34 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's shard, without a copy."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_place(tensor: Tensor) -> tuple[int, int]:
+    """The number of this rank's shard, and into how many the tensor is cut; (0, 1) for a tensor that is whole."""
+    if isinstance(tensor, DTensor):
+        for dimension, placement in enumerate(tensor.placements):
+            if placement.is_shard():
+                return tensor.device_mesh.get_local_rank(dimension), tensor.device_mesh.size(dimension)
+    return 0, 1
+
+
+def shard_cuts(shape: Sequence[int], parts: int) -> list[int]:
+    """Where the shards of a tensor begin in the flattened tensor, and the end of the last one. FSDP2 cuts along the
+    first dimension: a shard is a range of the flattened tensor, and the last ones may be smaller or empty.
+
+    >>> shard_cuts((5, 10), 3), shard_cuts((2, 10), 4)
+    ([0, 20, 40, 50], [0, 10, 20, 20, 20])
+    """
+    rows, row = shape[0], math.prod(shape[1:])
+    each = -(-rows // parts)
+    return [min(number * each, rows) * row for number in range(parts + 1)]
+
+
+def shard_range(tensor: Tensor) -> tuple[int, int]:
+    """Begin and end of this rank's shard in the flattened tensor."""
+    number, parts = shard_place(tensor)
+    begin, end = shard_cuts(tensor.shape, parts)[number : number + 2]
+    return begin, end
 
 
 @torch.no_grad()
