@@ -14,7 +14,6 @@ def find_unsupported(config: Config) -> list[str]:
     worker = config.worker
     model, rollout, fsdp = worker.actor.model, worker.rollout, worker.actor.fsdp
     is_ranked, is_vllm = uses_several_processes(config), config.engine_name == "vllm"
-    optimizers = {worker.actor.optim.name, worker.critic.optim.name}
     settings = {
         "worker.actor.fsdp.cpu_offload is not supported with a single process; set it to false": (
             fsdp.cpu_offload and not is_ranked
@@ -44,9 +43,6 @@ def find_unsupported(config: Config) -> list[str]:
         ),
         "worker.actor.model.peft_type: qlora is not supported with several processes; set it to lora": (
             is_ranked and model.peft_type == "qlora"
-        ),
-        "worker.actor.optim.name: adamw_8bit is not supported with several processes; set it to adamw": (
-            is_ranked and optimizers != {"adamw"}
         ),
     }
     if fsdp.cpu_offload and worker.actor.offload.offload_params:

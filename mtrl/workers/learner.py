@@ -30,7 +30,7 @@ from mtrl.types import LossWeights, TrainBatch
 from mtrl.utils.errors import DeviceFull, Diverged, PassesCut
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.offload import OffloadedTensors, parameter_pieces
-from mtrl.workers.optimizers import EightBitAdamW, RoundedAdamW, Rounding
+from mtrl.workers.optimizers import EightBitAdamW, RoundedAdamW, Rounding, fit_states
 
 BAD_STEPS_IN_A_ROW = 3
 COUNTERS = ("version", "optimizer_step", "bad_steps_in_a_row", "cut_to")  # attributes that a snapshot holds
@@ -296,6 +296,7 @@ class Learner:
         """Continues as the learner whose snapshot was written there would have."""
         load_weights(self.model, directory, self.ranks)
         restore_optimizer_state(self.optimizer, self.names, directory, bool(self.pieces), self.ranks)
+        fit_states(self.optimizer)
         for _, states in self.pieces:
             states.offload()
         cut_since = self.cut_to

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from mtrl.models.parallel.fsdp import local_tensor, shard_range
 from mtrl.models.quantized import import_bitsandbytes
+from mtrl.workers.scale_blocks import BLOCK, count_blocks, fit_scales, make_scales
 
 Rounding = Literal["none", "stochastic", "kahan"]
 
 CHUNK = 1 << 24  # numbers at once: their float32 copies are small compared to the weights
 LOW_BITS = 16  # bits that float32 has and bf16 lacks
-BLOCK, SMALL = 256, 4096  # numbers
+SMALL = 4096  # numbers
 
 
 class AdamWVariant(torch.optim.Optimizer):
@@ -137,9 +138,9 @@ def round_at_random(numbers: Tensor, dtype: torch.dtype, noise: Noise) -> Tensor
 
 # ------------------------------------------------------------------------------------------------------ an 8-bit state
 class EightBitAdamW(AdamWVariant):
-    """By the kernels of bitsandbytes: 2 bytes of state per weight instead of 8. Blocks of 256 numbers share a scale,
-    and each number is rounded to the nearest of 256 values that are finer towards zero. Small weights (norms, biases),
-    where there is little to save, have their state in float32. Nothing in it is random."""
+    """By the kernels of bitsandbytes: 2 bytes of state per weight instead of 8. Blocks of 256 numbers share a scale
+    (`scale_blocks.py`), and each number is rounded to the nearest of 256 values that are finer towards zero. Small
+    weights (norms, biases), where there is little to save, have their state in float32. Nothing in it is random."""
 
     def __init__(self, parameters: Iterable[Tensor], **settings: Any) -> None:
         super().__init__(parameters, **settings)
@@ -152,20 +153,29 @@ class EightBitAdamW(AdamWVariant):
         if not state:
             state.update(make_8bit_state(parameter))
         state["step"] += 1
-        assert parameter.grad is not None and parameter.is_contiguous()
-        (beta1, beta2), gradient, number = group["betas"], parameter.grad.contiguous(), int(state["step"])
+        assert parameter.grad is not None
+        weight, gradient = local_tensor(parameter).view(-1), local_tensor(parameter.grad).reshape(-1)
+        means = [local_tensor(state[kind]).view(-1) for kind in ("exp_avg", "exp_avg_sq")]
+        (beta1, beta2), number = group["betas"], int(state["step"])
         settings = {"weight_decay": group["weight_decay"]}
         if "exp_avg_scale" not in state:
+            mean, square = means
             self.functional.optimizer_update_32bit(
-                "adam", gradient, parameter, state["exp_avg"], beta1, group["eps"], number, group["lr"],
-                state["exp_avg_sq"], beta2, **settings,
-            )  # fmt: skip
+                "adam", gradient, weight, mean, beta1, group["eps"], number, group["lr"], square, beta2, **settings
+            )
             return
-        self.maps = [each.to(parameter.device) for each in self.maps]
-        self.functional.optimizer_update_8bit_blockwise(
-            "adam", gradient, parameter, state["exp_avg"], state["exp_avg_sq"], beta1, beta2, 0.0, 0.0, group["eps"],
-            number, group["lr"], *self.maps, state["exp_avg_scale"], state["exp_avg_sq_scale"], **settings,
-        )  # fmt: skip
+        self.maps = [each.to(weight.device) for each in self.maps]
+        scales = [local_tensor(state[f"{kind}_scale"]).view(-1) for kind in ("exp_avg", "exp_avg_sq")]
+        first, last = shard_range(parameter)
+        head = min(-first % BLOCK, last - first)  # the end of a block that begins in the shard before
+        for begin, end in ((0, head), (head, last - first)):
+            if begin < end:
+                blocks = slice(begin > 0, (begin > 0) + count_blocks(first + begin, first + end))
+                own = slice(begin, end)
+                self.functional.optimizer_update_8bit_blockwise(
+                    "adam", gradient[own], weight[own], *(each[own] for each in means), beta1, beta2, 0.0, 0.0,
+                    group["eps"], number, group["lr"], *self.maps, *(each[blocks] for each in scales), **settings,
+                )  # fmt: skip
 
 
 def make_8bit_state(parameter: Tensor) -> dict[str, Tensor]:
@@ -173,7 +183,14 @@ def make_8bit_state(parameter: Tensor) -> dict[str, Tensor]:
     kinds = ("exp_avg", "exp_avg_sq")
     dtype = torch.float32 if small else torch.uint8
     state = {"step": torch.zeros(())} | {kind: torch.zeros_like(parameter, dtype=dtype) for kind in kinds}
-    if not small:
-        blocks = -(-parameter.numel() // BLOCK)
-        state |= {f"{kind}_scale": torch.zeros(blocks, device=parameter.device) for kind in kinds}
-    return state
+    return state if small else state | {f"{kind}_scale": make_scales(parameter) for kind in kinds}
+
+
+def fit_states(optimizer: torch.optim.Optimizer) -> None:
+    """Fits states that any number of ranks have saved to the shards of this rank."""
+    if not isinstance(optimizer, EightBitAdamW):
+        return
+    for parameter, state in optimizer.state.items():
+        for kind, values in zip(("exp_avg", "exp_avg_sq"), optimizer.maps, strict=True):
+            if (name := f"{kind}_scale") in state:
+                state[name] = fit_scales(parameter, state[kind], state[name], values.cpu())

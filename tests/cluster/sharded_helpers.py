@@ -49,19 +49,19 @@ NEEDS = Needs("old_logprobs", "entropy", "entropy_change", "dependency", "attent
 
 
 # -------------------------------------------------------------------------------------------------------- the workers
-def make_backbone(family, kind, ranks, strategy, checkpointing=False, per_node=1, cpu_offload=False):
+def make_backbone(family, kind, ranks, strategy, checkpointing=False, per_node=1, cpu_offload=False, dtype="fp32"):
     """Loads the whole model in a single process; on several ranks, shards the first rank's copy."""
     path = checkpoint(family)
     if ranks.group is None:
-        model = load_value_model(path) if kind == "critic" else load_model(path)
+        model = (load_value_model if kind == "critic" else load_model)(path, dtype=dtype)
         if kind == "lora":
             add_adapters(model, LORA)
     else:
-        empty = (empty_value_model if kind == "critic" else empty_model)(path)
+        empty = (empty_value_model if kind == "critic" else empty_model)(path, dtype=dtype)
         if kind == "lora":
             empty.requires_grad_(False)
             inject_adapters(empty, LORA, empty=True)
-        load = partial(make_backbone, family, kind, SINGLE_PROCESS, strategy)
+        load = partial(make_backbone, family, kind, SINGLE_PROCESS, strategy, dtype=dtype)
         model = Sharding(ranks, CPU, strategy, per_node, cpu_offload=cpu_offload).load_sharded(
             empty, lambda: load().model
         )
@@ -83,10 +83,12 @@ def make_worker(
     per_node=1,
     cpu_offload=False,
     offload_optimizer=False,
+    optimizer=None,
+    dtype="fp32",
 ):
-    backbone = make_backbone(family, kind, ranks, strategy, checkpointing, per_node, cpu_offload)
+    backbone = make_backbone(family, kind, ranks, strategy, checkpointing, per_node, cpu_offload, dtype)
     forward = Forward(backbone, get_encoder(family))
-    settings = SETTINGS
+    settings = replace(SETTINGS, **(optimizer or {}))
     options = {"update_batching": batching, "probe_batching": batching, "encoder_files": {}}
     options["offload_optimizer"] = offload_optimizer
     if kind == "critic":
@@ -94,7 +96,7 @@ def make_worker(
     if kind == "lora":
         reference = Reference.under_adapters(forward)
     else:
-        other = make_backbone(family, kind, ranks, strategy, per_node=per_node, cpu_offload=cpu_offload).model
+        other = make_backbone(family, kind, ranks, strategy, False, per_node, cpu_offload, dtype).model
         reference = Reference.from_model(other, forward)
     return LocalActor(forward, settings, perturbation=Perturbation(seed=3), reference=reference, **options)
 
@@ -170,21 +172,21 @@ def on_rank(ranks, kind, family, batching, batches, options):
     return found, {name: tensor.clone() for name, tensor in exported_weights(worker.model).items()}
 
 
-def check(kind, family, rows, tmp_path, batching=BUDGET, sizes=(1, 2), updates=UPDATES, **options):
+def check(kind, family, rows, tmp_path, batching=BUDGET, sizes=(1, 2), updates=UPDATES, atol=2e-6, **options):
     batches = make_batches(kind, family, rows)[:updates]
-    single = make_worker(kind, family, batching)
+    single = make_worker(kind, family, batching, optimizer=options.get("optimizer"))
     start = {name: tensor.clone() for name, tensor in exported_weights(single.model).items()}
     before, metrics, after = learn(single, kind, batches)
     weights = exported_weights(single.model)
     moved = max(float((weights[name] - start[name]).abs().max()) for name in weights)
-    assert moved > 100e-6, "a hundred times the tolerance"
+    assert moved > 100e-6, "fifty times the usual tolerance"
     for size in sizes:
         results = run_ranks(size, on_rank, tmp_path / str(size), kind, family, batching, batches, options)
         (their_before, their_metrics, their_after), _ = results[0]
         for _, theirs in results:
             assert theirs.keys() == weights.keys()
             worst = max(float((theirs[name] - weights[name]).abs().max()) for name in weights)
-            assert worst < 2e-6, f"weights differ by {worst} on {size} ranks"
+            assert worst < atol, f"weights differ by {worst} on {size} ranks"
         for mine, other in zip(metrics, their_metrics, strict=True):
             assert mine.keys() == other.keys()
             for name, value in mine.items():

@@ -20,9 +20,9 @@ FAMILY = "qwen2_5_vl"
 BEFORE = 2  # updates before the checkpoint
 
 
-def on_rank(ranks, kind, batches, saved, target, family=FAMILY):
+def on_rank(ranks, kind, batches, saved, target, family=FAMILY, optimizer=None):
     """Resumes from `saved`, learns and writes its own checkpoint."""
-    worker = make_worker(kind, family, MicroBatching(tokens=60, ranks=ranks), ranks)
+    worker = make_worker(kind, family, MicroBatching(tokens=60, ranks=ranks), ranks, optimizer=optimizer)
     parts = {"worker": WorkerHandle(worker)}
     if not ranks.is_first:
         return serve(ranks, parts)
@@ -78,6 +78,22 @@ def test_saved_by_two_and_resumed_by_one_and_three(kind, family, tmp_path):
     last = make_worker(kind, family, MicroBatching(tokens=60))
     last.restore(tmp_path / "again")
     check_weights(exported_weights(last.model), exported_weights(whole.model))
+
+
+@pytest.mark.slow
+def test_eight_bit_states_of_two_resumed_by_one_and_three(tmp_path):
+    """Blocks of 256 numbers that share a scale begin and end elsewhere then."""
+    pytest.importorskip("bitsandbytes")
+    batches, eight_bit = make_batches("lora", FAMILY, TEXT_AND_ONE_IMAGE), {"name": "adamw_8bit"}
+    whole = make_worker("lora", FAMILY, MicroBatching(tokens=60), optimizer=eight_bit)
+    expected = go_on(whole, "lora", batches, None)
+    saved, rest = tmp_path / "saved", batches[BEFORE:]
+    run_ranks(2, on_rank, tmp_path / "two", "lora", batches[:BEFORE], None, saved, FAMILY, eight_bit)
+    alone = make_worker("lora", FAMILY, MicroBatching(tokens=60), optimizer=eight_bit)
+    check_metrics(go_on(alone, "lora", rest, saved), expected[BEFORE:])
+    again = tmp_path / "again"
+    found, *_ = run_ranks(3, on_rank, tmp_path / "three", "lora", rest, saved, again, FAMILY, eight_bit)
+    check_metrics(found[0], expected[BEFORE:])
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""AdamW with rounding on shards: given equal gradients, the numbers of one process, bitwise; and its state on another
-number of ranks."""
+"""AdamW with rounding and with an 8-bit state on shards: given equal gradients, the numbers of one process, bitwise;
+and their states on another number of ranks."""
 
 import pytest
 import torch
@@ -16,11 +16,14 @@ from mtrl.models.parallel.ranks import SINGLE_PROCESS
 from mtrl.workers import offload, optimizers
 from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.optimizers import fit_states
 
-# Uneven shards, one row for two ranks.
+# Uneven shards, one row for two ranks, and shards of two and of three ranks that are whole blocks of 256.
 SHAPES = {"uneven": (7, 1001), "one row": (1, 5000), "aligned": (12, 512), "vector": (4099,), "small": (5, 7)}
+CUT = {"uneven", "vector"}  # where cuts between shards run through a block of 256
 STEPS, BEFORE = 6, 3
 ROUNDED = [{"param_rounding": "stochastic"}, {"param_rounding": "kahan"}]
+EIGHT_BIT = {"name": "adamw_8bit"}
 
 
 def make_learner(ranks, settings, offload_states=False):
@@ -71,6 +74,7 @@ def restore(learner, folder, weights):
         for parameter in learner.parameters:
             parameter.copy_(cut_like(parameter, weights[learner.names[parameter]]))
     restore_optimizer_state(learner.optimizer, learner.names, folder, bool(learner.pieces), learner.ranks)
+    fit_states(learner.optimizer)
     for _, states in learner.pieces:
         states.offload()
 
@@ -79,9 +83,10 @@ def of_one_process(settings, steps=STEPS):
     return learn(make_learner(SINGLE_PROCESS, settings), range(steps))
 
 
-def compare(found, expected):
+def compare(found, expected, but=()):
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+        if name.split("/")[0] not in but and not name.endswith("_scale"):
+            assert torch.equal(found[name], tensor), name
 
 
 # ------------------------------------------------------------------------------------------------------------ rounding
@@ -101,6 +106,26 @@ def test_rounding_draws_the_numbers_of_one_process(ranks, settings, tmp_path, mo
         compare(found, expected)
 
 
+# ---------------------------------------------------------------------------------------------------------- eight bits
+def learn_on_rank(ranks, settings):
+    return learn(make_learner(ranks, settings), range(STEPS))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_eight_bits_are_those_of_one_process_except_in_blocks_that_are_cut(ranks, tmp_path):
+    """The parts of a block that a cut between shards runs through have scales of their own, at most that of the whole.
+    Their weights stay within a few percent of what a step can move them (lr); 1.6e-4 was measured after 6 steps."""
+    pytest.importorskip("bitsandbytes")
+    expected = of_one_process(EIGHT_BIT)
+    for found in run_ranks(ranks, learn_on_rank, tmp_path, EIGHT_BIT):
+        assert found.keys() == expected.keys()
+        compare(found, expected, but=CUT)
+        for name in CUT:
+            blocks = (found[name] != expected[name]).flatten().nonzero().flatten() // 256
+            assert 0 < len(blocks.unique()) < ranks, "other numbers in the blocks with a cut alone"
+            assert float((found[name] - expected[name]).abs().max()) < 0.05 * STEPS * 1e-3
+
+
 # ------------------------------------------------------------------------------------------- on another number of ranks
 def save_on_rank(ranks, settings, folder):
     learner = make_learner(ranks, settings)
@@ -118,17 +143,27 @@ def resume_on_rank(ranks, settings, folder, weights, parks):
     return learn(learner, []), learn(learner, range(BEFORE, STEPS))
 
 
-@pytest.mark.parametrize("settings", ROUNDED)
+@pytest.mark.parametrize("settings", [*ROUNDED, EIGHT_BIT])
 def test_saved_by_two_ranks_and_resumed_by_one_two_and_three(settings, tmp_path):
-    """Bitwise, with the optimizer offloaded to CPU memory on some."""
-    whole = of_one_process(settings)
+    """Two go on bitwise. So do one and three, except in the 8-bit blocks whose cuts moved. The optimizer is offloaded
+    to CPU memory on some."""
+    is_cut = CUT if settings == EIGHT_BIT else ()
+    if is_cut:
+        pytest.importorskip("bitsandbytes")
+    whole = run_ranks(2, learn_on_rank, tmp_path / "whole", settings)[0]
     run_ranks(2, save_on_rank, tmp_path / "two", settings, tmp_path)
     weights = load_file(tmp_path / "weights.safetensors")
     two = run_ranks(2, resume_on_rank, tmp_path / "two", settings, tmp_path, weights, True)
     three = run_ranks(3, resume_on_rank, tmp_path / "three", settings, tmp_path, weights, True)
     one = [resume_on_rank(SINGLE_PROCESS, settings, tmp_path, weights, False)]
     saved = load_file(tmp_path / "trainer/optimizer.safetensors")
-    for loaded, found in (*two, *three, *one):
-        assert found.keys() == whole.keys()
-        compare(found, whole)
-        compare({**loaded, **weights}, {**saved, **weights})
+    for results, but in ((two, ()), (three, is_cut), (one, is_cut)):
+        for loaded, found in results:
+            assert found.keys() == whole.keys()
+            compare(found, whole, but)
+            compare({**loaded, **weights}, {**saved, **weights}, but)
+            for name in but:
+                assert float((found[name] - whole[name]).abs().max()) < 0.05 * STEPS * 1e-3
+    for name, scales in two[0][1].items():
+        if name.endswith("_scale"):
+            assert torch.equal(scales, whole[name])

@@ -9,6 +9,7 @@ from mtrl.workers import offload
 from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.offload import OffloadedTensors
+from mtrl.workers.scale_blocks import fit_scales
 
 pytest.importorskip("bitsandbytes")
 SHAPES = {"projection": (64, 96), "wide": (40, 256), "norm": (96,)}
@@ -79,3 +80,17 @@ def test_offloaded_to_cpu_memory_between_its_steps(monkeypatch):
     places = [each.data_ptr() for each in parked._large_states(parked.parameters)]
     learn(parked, range(4, 5))
     assert [each.data_ptr() for each in parked._large_states(parked.parameters)] == places and len(places) == 10
+
+
+def test_states_of_ranks_keep_their_scales_and_joined_blocks_take_the_largest():
+    """900 numbers of two ranks, cut at 500: its block from 256 to 512 had two scales. By hand: bytes are percents."""
+    values = torch.arange(256) / 100
+    parameter, numbers = torch.nn.Parameter(torch.zeros(9, 100)), torch.full((9, 100), 40, dtype=torch.uint8)
+    # 5 of the 9 rows: blocks of 0 to 256 and 256 to 500; then 500 to 512, 512 to 768, 768 to 900
+    scales = torch.tensor([[1.0, 2.0, 0.0], [8.0, 4.0, 5.0]])
+    fitted = fit_scales(parameter, numbers, scales, values)
+    assert fitted.tolist() == [1.0, 8.0, 4.0, 5.0]
+    flat = numbers.flatten()
+    assert set(flat[256:500].tolist()) == {10}, "0.4 * 2 is 0.1 * 8"
+    assert set(flat[:256].tolist()) | set(flat[500:].tolist()) == {40}
+    assert fit_scales(parameter, numbers, fitted, values) is fitted

@@ -59,9 +59,6 @@ REFUSED = {  # text in the message: the overrides
     "worker.actor.model.peft_type: qlora is not supported with several": {
         "worker.actor.model.peft_type": "qlora", "training.n_gpus_per_node": 2
     },
-    "worker.actor.optim.name: adamw_8bit is not supported with several": {
-        "worker.actor.optim.name": "adamw_8bit", "training.nnodes": 2,
-    },
 }  # fmt: skip
 
 
@@ -145,6 +142,7 @@ def test_all_offloads_together_get_one_answer_that_is_supported(more, answer):
         {"worker.actor.fsdp.cpu_offload": True, "training.n_gpus_per_node": 2},
         {"worker.actor.offload.offload_optimizer": True, "worker.ref.offload_params": True, "training.nnodes": 2},
         {"worker.actor.fsdp.param_dtype": "bf16", "worker.actor.fsdp.param_rounding": "kahan", "training.nnodes": 2},
+        {"worker.actor.optim.name": "adamw_8bit", "worker.critic.optim.name": "adamw_8bit", "training.nnodes": 2},
         {"optimization.advantage_estimator": "rloo"},
         {"optimization.advantage_estimator": "reinforce_plus_plus"},
         {"optimization.advantage_estimator": "remax"},
