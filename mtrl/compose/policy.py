@@ -250,7 +250,7 @@ def load_policy(config: Config, base: Any = None, device: str | None = None) -> 
         device_options = {"device": "cpu"} if quantized else {}  # it is moved after quantization
         base = load_model(base_path(path), **options | {"dtype": base_dtype(config)} | device_options)
     if quantized:
-        quantize_base(base, torch.device(options["device"]))
+        quantize_base(base, torch.device(load_options(config)["device"]), torch.device(options["device"]))
     add_adapters(base, settings)
     if is_adapter(path):
         load_weights(base, Path(path))

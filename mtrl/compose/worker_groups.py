@@ -40,7 +40,7 @@ from mtrl.distributed.learner_proxy import (
 from mtrl.distributed.remote_proxy import RemoteProxy
 from mtrl.distributed.torchrun_group import TorchrunWorkerGroup, join_ranks, serve
 from mtrl.memory.pass_sizes import PassSizes
-from mtrl.models.adapters import has_adapters, inject_adapters
+from mtrl.models.adapters import has_adapters, inject_adapters, quantize_base
 from mtrl.models.backbone import Backbone, explain_no_sequence_parallel
 from mtrl.models.checkpoint_files import base_path
 from mtrl.models.families import TextEncoder, load_model_config
@@ -49,6 +49,8 @@ from mtrl.models.load_model import DTYPES, empty_model, load_model
 from mtrl.models.parallel.fsdp import Sharding, allocate, copy_model
 from mtrl.models.parallel.ranks import Ranks
 from mtrl.models.parallel.sequence import make_sp_group
+from mtrl.models.quantized import share_four_bit
+from mtrl.models.state_dicts import GatheredWeights
 from mtrl.models.value_head import empty_value_model
 from mtrl.protocols import Actor, Critic, Generator, Synced, WorkerGroup
 from mtrl.rewards.scorer import ResponseScorer
@@ -140,11 +142,18 @@ def build_rank_engine(
     config: Config, policy: Forward, encoder: TextEncoder, publish: Callable[[], Weights]
 ) -> EngineHandle:
     forward = policy if config.engine_name == "vllm" else make_engine_forward(config, policy)
+    if forward is not policy and has_adapters(forward.backbone.model):
+        publish = partial(publish_unmerged, publish, policy.backbone.model)
     engine = EngineHandle(build_generator(config, forward, encoder, gets_weights=True), publish)
     engine.wake()
     engine.load()
     engine.sleep()
     return engine
+
+
+def publish_unmerged(publish: Callable[[], Weights], model: Any) -> Weights:
+    """The weights of a sharded model with adapters, for an engine that has the same."""
+    return replace(publish(), tensors=GatheredWeights(model.state_dict()))
 
 
 def build_dedicated_engine(plan: WorkerPlan, receive: Receive) -> dict[str, Any]:
@@ -172,6 +181,8 @@ def make_empty_policy(config: Config, dtype: str | None = None, adapters: bool =
     check_model_available(base_path(path))
     model = empty_model(path, **empty_model_options(config) | {"dtype": dtype or base_dtype(config)})
     if settings is not None:
+        if config.worker.actor.model.peft_type == "qlora":
+            quantize_base(model, torch.device("meta"))
         inject_adapters(model, settings, empty=True)
     return model
 
@@ -193,13 +204,16 @@ def shard_reference(config: Config, policy: Forward, sharding: Sharding) -> Refe
 
 def make_engine_forward(config: Config, policy: Forward) -> Forward:
     """An unsharded model for an engine, in the dtype that it computes in. Its weights come by `load`, its buffers are
-    copied here."""
+    copied here. Above a 4-bit base it has adapters as the policy, and that base: ranks hold it whole."""
     dtype, backbone = config.worker.actor.fsdp.mixed_precision_dtype, policy.backbone
-    model = make_empty_policy(config, dtype, adapters=False)
+    quantized = config.worker.actor.model.peft_type == "qlora"
+    model = make_empty_policy(config, dtype, adapters=quantized)
+    share_four_bit(model, backbone.model)
     allocate(model, backbone.device, {})
     buffers = dict(backbone.model.named_buffers())
     for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
+        if buffer is not buffers[name]:
+            buffer.copy_(buffers[name])
     model.requires_grad_(False)
     return Forward(Backbone(model, DTYPES[dtype]), policy.encoder, policy.temperature)
 

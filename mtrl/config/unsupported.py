@@ -12,7 +12,7 @@ from mtrl.utils.machine import started_by_torchrun
 def find_unsupported(config: Config) -> list[str]:
     """Each setting that is on but not supported with the others, and what to set instead."""
     worker = config.worker
-    model, rollout, fsdp = worker.actor.model, worker.rollout, worker.actor.fsdp
+    rollout, fsdp = worker.rollout, worker.actor.fsdp
     is_ranked, is_vllm = uses_several_processes(config), config.engine_name == "vllm"
     settings = {
         "worker.actor.fsdp.cpu_offload is not supported with a single process; set it to false": (
@@ -40,9 +40,6 @@ def find_unsupported(config: Config) -> list[str]:
         ),
         f"worker.rollout.name: {config.engine_name} is not supported with several processes; set it to local or vllm": (
             is_ranked and ":" in config.engine_name
-        ),
-        "worker.actor.model.peft_type: qlora is not supported with several processes; set it to lora": (
-            is_ranked and model.peft_type == "qlora"
         ),
     }
     if fsdp.cpu_offload and worker.actor.offload.offload_params:

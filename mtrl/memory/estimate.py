@@ -7,10 +7,13 @@ by the same amount with each layer, so the real depth is extrapolated.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from mtrl.memory.decode_footprint import (
     Parts,
@@ -91,9 +94,10 @@ def estimate(config: Any, plan: Plan, wanted: Collection[str] = PHASES) -> Memor
         "probe": passes.get("probe", []),
         "update": [*passes.get("first", []), *with_gradients],
     }
-    packed = [each.weight.numel() for each in layer_projections(fake.model)] if plan.four_bit else []
+    four_bit = [each.weight for each in layer_projections(fake.model)] if plan.four_bit else []
+    packed = [weight.numel() for weight in four_bit]
     always, offloaded = split_offloaded(count_held(size, plan, *critic, packed=packed), plan)
-    gathered = count_gathered(fake, plan)
+    gathered = count_gathered(fake, plan, four_bit)
     piece = plan.states * max(PIECE, plan.weight_bytes * max((0, *local_sizes((*size.learning, *critic[1]), plan))))
     phases = {}
     for phase in wanted:
@@ -125,15 +129,21 @@ def count_held(
     packed: Sequence[int] = (),
 ) -> Parts:
     """Bytes held all the time. `critic`: the size of each weight of a critic, and of its trainable ones; `packed`: of
-    each 4-bit weight."""
+    each 4-bit weight, which the engine of a rank shares with the policy."""
     local = partial(local_sizes, plan=plan)
-    learning, frozen = count_bytes(local(size.learning), plan), count_bytes(local(size.frozen), plan, plan.frozen_bytes)
-    weights = learning + frozen - round(sum(packed) * (plan.frozen_bytes - BYTES))
-    engine = size.tensors if plan.split is not None and plan.split.own_engine else ()
+    plain = list((Counter(size.frozen) - Counter(packed)).elements())  # 4-bit weights are not sharded, nor offloaded
+    four_bit = count_bytes(packed, plan, plan.frozen_bytes) - round(sum(packed) * (plan.frozen_bytes - BYTES))
+    learning = count_bytes(local(size.learning), plan)
+    weights = learning + count_bytes(local(plain), plan, plan.frozen_bytes) + four_bit
+    engine = 0
+    if plan.split is not None and plan.split.own_engine:
+        adapters = count_bytes(size.learning, plan)
+        merged = count_bytes(size.tensors, plan, plan.compute_bytes)
+        engine = adapters + count_bytes(plain, plan, plan.compute_bytes) if packed else merged
     return _nonzero(
         {
             "weights": weights,
-            "weights of the engine": count_bytes(engine, plan, plan.compute_bytes),
+            "weights of the engine": engine,
             "one dequantized weight": max(packed, default=0) * plan.compute_bytes,
             REFERENCE: weights if plan.reference else 0,
             "weights of the reward model": sum(local([plan.reward_model_parameters])) * plan.compute_bytes,
@@ -150,11 +160,12 @@ def local_sizes(tensors: Iterable[int], plan: Plan) -> Iterable[int]:
     return tensors if plan.split is None else plan.split.local_sizes(tensors)
 
 
-def count_gathered(fake: FakeModel, plan: Plan) -> dict[str, Parts]:
-    """Bytes that a rank gathers in each phase: of the policy, or as much of a reference or critic."""
+def count_gathered(fake: FakeModel, plan: Plan, whole: Collection[Tensor] = ()) -> dict[str, Parts]:
+    """Bytes that a rank gathers in each phase: of the policy, but for weights that it has `whole`, or as much of a
+    reference or critic."""
     if plan.split is None:
         return {}
-    weights = {"weights gathered": gathered_weights(fake.model, plan.split, plan.compute_bytes)}
+    weights = {"weights gathered": gathered_weights(fake.model, plan.split, plan.compute_bytes, whole)}
     gradients = {"gradients not yet summed": gathered_gradients(fake.model, plan.compute_bytes)}
     return {"probe": weights, "update": weights | gradients}
 

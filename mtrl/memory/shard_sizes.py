@@ -5,9 +5,11 @@ docs/scaling.md has the formulas; `tests/cluster/test_ranked_sizes.py` compares 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from mtrl.models.parallel.fsdp import find_units
 
@@ -30,10 +32,10 @@ class Split:
         return [] if self.cpu_offload else [-(-numbers // self.parts) for numbers in tensors]
 
 
-def gathered_weights(model: Any, split: Split, width: int) -> int:
+def gathered_weights(model: Any, split: Split, width: int, whole: Collection[Tensor] = ()) -> int:
     """Bytes of weights gathered in a pass that computes in `width` bytes: parameters outside of layers for the whole
-    pass, and layers one after the other."""
-    layers, rest = layer_sizes(model)
+    pass, and layers one after the other; those that every rank has `whole` are not."""
+    layers, rest = layer_sizes(model, but=whole)
     return width * (rest + (sum(layers) if split.stays_gathered else GATHERED_LAYERS * max(layers)))
 
 
@@ -44,9 +46,14 @@ def gathered_gradients(model: Any, width: int) -> int:
     return (width + REDUCED) * (rest + max(layers))
 
 
-def layer_sizes(model: Any, learning: bool = False) -> tuple[list[int], int]:
+def layer_sizes(model: Any, learning: bool = False, but: Collection[Tensor] = ()) -> tuple[list[int], int]:
     """Parameters in each layer, and in total outside of layers."""
-    counted = [p for p in model.parameters() if p.requires_grad or not learning]
-    units = find_units(model)
-    layers = [sum(p.numel() for p in unit.parameters() if p.requires_grad or not learning) for unit in units]
-    return layers, sum(p.numel() for p in counted) - sum(layers)
+    left_out = set(map(id, but))
+
+    def count(module: Any) -> int:
+        return sum(
+            p.numel() for p in module.parameters() if (p.requires_grad or not learning) and id(p) not in left_out
+        )
+
+    layers = [count(unit) for unit in find_units(model)]
+    return layers, count(model) - sum(layers)

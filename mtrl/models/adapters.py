@@ -124,11 +124,12 @@ def reset_adapters(model: Any, seed: int) -> None:
         up.zero_()
 
 
-def quantize_base(model: Any, device: torch.device) -> None:
+def quantize_base(model: Any, device: torch.device, keep: torch.device | None = None) -> None:
     """Quantize the projections of the language model's layers to 4 bits, not embeddings, output matrix, norms and
-    vision tower, and move the model to the device."""
-    quantize(model, find_family(model.config).list_projections(model)[0], device)
-    model.to(device)
+    vision tower, on the device, and move the model there, or to `keep`."""
+    keep = keep or device
+    quantize(model, find_family(model.config).list_projections(model)[0], device, keep)
+    model.to(keep)
 
 
 # -------------------------------------------------------------------------------------------------------------- reading

@@ -15,7 +15,7 @@ from mtrl.algorithms.losses import Loss, Ppo, loss_weights, mismatch_correction
 from mtrl.algorithms.value_loss import ValueLoss
 from mtrl.distributed.learner_proxy import DistributedLearner, WorkerHandle
 from mtrl.distributed.torchrun_group import TorchrunWorkerGroup, serve
-from mtrl.models.adapters import AdapterSettings, add_adapters, inject_adapters
+from mtrl.models.adapters import AdapterSettings, add_adapters, inject_adapters, quantize_base
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import empty_model, load_model
@@ -54,11 +54,15 @@ def make_backbone(family, kind, ranks, strategy, checkpointing=False, per_node=1
     path = checkpoint(family)
     if ranks.group is None:
         model = (load_value_model if kind == "critic" else load_model)(path, dtype=dtype)
-        if kind == "lora":
+        if kind == "qlora":
+            quantize_base(model, CPU)
+        if kind in ("lora", "qlora"):
             add_adapters(model, LORA)
     else:
         empty = (empty_value_model if kind == "critic" else empty_model)(path, dtype=dtype)
-        if kind == "lora":
+        if kind == "qlora":
+            quantize_base(empty, torch.device("meta"))
+        if kind in ("lora", "qlora"):
             empty.requires_grad_(False)
             inject_adapters(empty, LORA, empty=True)
         load = partial(make_backbone, family, kind, SINGLE_PROCESS, strategy, dtype=dtype)
@@ -93,7 +97,7 @@ def make_worker(
     options["offload_optimizer"] = offload_optimizer
     if kind == "critic":
         return LocalCritic(forward, settings, **options)
-    if kind == "lora":
+    if kind in ("lora", "qlora"):
         reference = Reference.under_adapters(forward)
     else:
         other = make_backbone(family, kind, ranks, strategy, False, per_node, cpu_offload, dtype).model

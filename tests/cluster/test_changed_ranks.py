@@ -34,10 +34,13 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def on_ranks(count, output, steps, main=None):
+FOUR_BIT = ("worker.actor.model.peft_type=qlora",)
+
+
+def on_ranks(count, output, steps, more, main=None):
     flat = f"worker.reward.functions=[{tiny_run_files() / 'rewards.py'}:accuracy,format]"  # so that replay has work
     sizes = (f"training.max_steps={steps}", f"training.n_gpus_per_node={count}")
-    arguments = tiny_arguments(output, *SETTINGS, flat, *sizes)
+    arguments = tiny_arguments(output, *SETTINGS, flat, *sizes, *more)
     processes = fork_ranks(count, output, arguments, main)
     for process in processes:
         process.join(SECONDS)
@@ -55,25 +58,29 @@ def save_again(arguments):
     return 0
 
 
-@pytest.mark.parametrize("ranks", [(2, 1, 2), (1, 2)], ids=["2-1-2", "1-2"])
-def test_a_run_goes_on_with_another_number_of_ranks(ranks, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("ranks", "more"), [((2, 1, 2), ()), ((1, 2), ()), ((2, 1), FOUR_BIT)], ids=["2-1-2", "1-2", "2-1 in 4 bits"]
+)
+def test_a_run_goes_on_with_another_number_of_ranks(ranks, more, tmp_path, monkeypatch):
+    if more:
+        pytest.importorskip("bitsandbytes")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
     run, kept, steps = get_run_dir(tmp_path), tmp_path / "kept", STEPS * len(ranks)
-    on_ranks(ranks[0], tmp_path, STEPS)
+    on_ranks(ranks[0], tmp_path, STEPS, more)
     for done, count in enumerate(ranks[1:], 1):
         rows, saved = (run / "metrics.jsonl").read_bytes(), run / "checkpoints" / f"step_{STEPS * done}"
         shutil.rmtree(kept, ignore_errors=True)
         shutil.move(saved, kept)
         shutil.copytree(kept, saved)
-        on_ranks(count, tmp_path, steps, save_again)
+        on_ranks(count, tmp_path, steps, more, save_again)
         written = [(folder / "mtrl_manifest.json").stat().st_mtime_ns for folder in (kept, saved)]
         assert written[0] < written[1], "it was written again"
         same_checkpoint(kept, saved)
-        on_ranks(count, tmp_path, STEPS * (done + 1))
+        on_ranks(count, tmp_path, STEPS * (done + 1), more)
         assert (run / "metrics.jsonl").read_bytes().startswith(rows), "no row is lost or changed"
     check_combined(run, steps)
     whole = tmp_path / "whole"
-    on_ranks(ranks[0], whole, steps)
+    on_ranks(ranks[0], whole, steps, more)
     same_to_rounding(run, get_run_dir(whole), steps)
 
 

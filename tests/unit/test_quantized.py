@@ -54,6 +54,16 @@ def test_bytes_of_a_weight():
     assert held == pytest.approx(BYTES * 1024 * 2048, rel=1e-3)
 
 
+@pytest.mark.parametrize("shape", [(320, 192), (7, 9), (1000, 130)])
+def test_without_numbers_it_has_the_same_tensors(shape):
+    full = FourBitLinear(nn.Linear(*shape), CPU)
+    empty = FourBitLinear(nn.Linear(*shape, device="meta"), CPU, torch.device("meta"))
+    formats = [{name: (each.shape, each.dtype) for name, each in made.named_buffers()} for made in (full, empty)]
+    assert formats[0] == formats[1] and all(each.is_meta for each in empty.buffers())
+    assert empty.weight.shape == full.weight.shape and empty.weight.is_meta
+    assert not full.state_dict().keys() - {"bias"}, "no checkpoint holds them"
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen2_5_vl"])
 def test_layers_of_the_language_model_alone(family):
     model = quantized(family)

@@ -56,9 +56,6 @@ REFUSED = {  # text in the message: the overrides
     "worker.actor.offload.offload_params is not supported with several": {
         "worker.rollout.name": "vllm", "worker.actor.offload.offload_params": True, "training.n_gpus_per_node": 2
     },
-    "worker.actor.model.peft_type: qlora is not supported with several": {
-        "worker.actor.model.peft_type": "qlora", "training.n_gpus_per_node": 2
-    },
 }  # fmt: skip
 
 
@@ -139,6 +136,7 @@ def test_all_offloads_together_get_one_answer_that_is_supported(more, answer):
         {"worker.reward.reward_type": "model", "worker.reward.model_path": "x"},
         {"worker.reward.reward_type": "model", "worker.reward.model_path": "x", "training.n_gpus_per_node": 2},
         {"worker.actor.model.peft_type": "lora"},
+        {"worker.actor.model.peft_type": "qlora", "training.n_gpus_per_node": 2},
         {"worker.actor.fsdp.cpu_offload": True, "training.n_gpus_per_node": 2},
         {"worker.actor.offload.offload_optimizer": True, "worker.ref.offload_params": True, "training.nnodes": 2},
         {"worker.actor.fsdp.param_dtype": "bf16", "worker.actor.fsdp.param_rounding": "kahan", "training.nnodes": 2},
