@@ -11,7 +11,7 @@ from sharded_helpers import as_streams, same_responses
 from test_ranked_generation import FAMILY, config_for, steps
 from tiny_models import checkpoint, get_encoder
 
-from mtrl.compose.policy import build_actor, make_forward
+from mtrl.compose.policy import build_actor, build_policy, make_forward
 from mtrl.compose.worker_groups import WorkerPlan, build_dedicated_engine, build_roles
 from mtrl.config import load_config
 from mtrl.distributed.dedicated_engines import SENDER, DedicatedGenerator, IncomingWeights, receive_weights
@@ -74,8 +74,8 @@ def plan_for(path, **changes):
     return WorkerPlan(load_config(None, words | keys), 4, has_reference=False, syncs_reference=False, has_critic=False)
 
 
-def on_rank(ranks, path):
-    plan = plan_for(path)
+def on_rank(ranks, path, changes):
+    plan = plan_for(path, **changes)
     roles = build_roles(plan, ranks)
     assert set(roles) == {"actor", "preflight", SENDER}, "no engine"
     if not ranks.is_first:
@@ -96,7 +96,18 @@ def test_dedicated_engines_return_the_rows_of_one_engine(tmp_path):
     config = plan_for(path).config
     forward = make_forward(config, encoder, load_model(path))
     expected = steps(build_actor(config, forward, encoder, 4), LocalGenerator(forward.backbone, encoder))
-    found, _ = run_ranks(2, on_rank, tmp_path, path)
+    found, _ = run_ranks(2, on_rank, tmp_path, path, {})
+    same_responses(found, expected)
+
+
+@pytest.mark.slow
+def test_dedicated_engines_get_merged_weights_of_a_base_in_4_bits(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    path, changes = checkpoint(FAMILY), {"worker.actor.model.peft_type": "qlora", "worker.actor.optim.lr": 1e-2}
+    config = plan_for(path, **changes).config
+    encoder, forward = build_policy(config)
+    expected = steps(build_actor(config, forward, encoder, 4), LocalGenerator(forward.backbone, encoder))
+    found, _ = run_ranks(2, on_rank, tmp_path, path, changes)
     same_responses(found, expected)
 
 
