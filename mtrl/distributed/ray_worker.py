@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from mtrl.distributed.object_refs import resolve
 from mtrl.distributed.torchrun_group import TIMEOUT, execute, join_ranks
-from mtrl.distributed.weight_channel import Format, from_bytes
+from mtrl.distributed.weight_channel import from_bytes
 from mtrl.models.parallel.ranks import Ranks
+from mtrl.models.state_dicts import Form
 from mtrl.utils.machine import LOOPBACK
 
 SIDE_CHANNEL, HEARTBEAT, WEIGHTS = "side_channel", "heartbeat", "weights"  # threads next to the one that computes
@@ -97,7 +98,7 @@ class RayWorker:
         self.roles = build(self.received.get)
 
     @ray.method(concurrency_group=WEIGHTS)
-    def receive(self, head: Any, form: Format | None, stored: np.ndarray | None) -> None:
+    def receive(self, head: Any, form: Form | None, stored: np.ndarray | None) -> None:
         """Returns when the engine has taken the message before this one."""
         self.received.put((head, None if form is None or stored is None else from_bytes(form, stored)))
 

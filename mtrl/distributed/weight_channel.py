@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mtrl.models.state_dicts import Form
+
 IN_FLIGHT = 2  # weights that engines have not received yet
 
 
@@ -29,7 +31,7 @@ class WeightChannel:
 
         waiting: deque[list[Any]] = deque()
         for head, tensor in messages:
-            form, stored = (None, None) if tensor is None else (tensor_format(tensor), ray.put(raw_bytes(tensor)))
+            form, stored = (None, None) if tensor is None else (tensor_form(tensor), ray.put(raw_bytes(tensor)))
             waiting.append([engine.receive.remote(head, form, stored) for engine in self.engines])
             if len(waiting) > IN_FLIGHT:
                 ray.get(waiting.popleft())
@@ -37,10 +39,7 @@ class WeightChannel:
             ray.get(each)
 
 
-Format = tuple[torch.dtype, tuple[int, ...]]
-
-
-def tensor_format(tensor: Tensor) -> Format:
+def tensor_form(tensor: Tensor) -> Form:
     return tensor.dtype, tuple(tensor.shape)
 
 
@@ -49,7 +48,7 @@ def raw_bytes(tensor: Tensor) -> np.ndarray:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def from_bytes(form: Format, stored: np.ndarray) -> Tensor:
+def from_bytes(form: Form, stored: np.ndarray) -> Tensor:
     """A copy: the store's memory is read-only."""
     dtype, shape = form
     return torch.from_numpy(stored.copy()).view(dtype).reshape(shape)

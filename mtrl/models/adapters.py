@@ -182,6 +182,12 @@ class MergedWeights(Mapping[str, Tensor]):
         low, up = full_tensor(layer.lora_A[ADAPTER].weight), full_tensor(layer.lora_B[ADAPTER].weight)
         return (full_tensor(weight).float() + (up @ low).float() * layer.scaling[ADAPTER]).to(weight.dtype)
 
+    def form(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Dtype and shape of a weight, without merging it; a packed one is unpacked to floating-point numbers."""
+        if (layer := self._packed.get(name)) is not None:
+            return torch.float32, (layer.out_features, layer.in_features)
+        return self._tensors[name].dtype, tuple(self._tensors[name].shape)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors | self._packed)
 

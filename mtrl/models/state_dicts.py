@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,6 +19,8 @@ from mtrl.models.parallel.fsdp import distribute_from_rank0, full_tensor, is_sha
 from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
 from mtrl.models.value_head import HEAD, OUTPUT_MATRIX, attach_head, find_head, has_head
 
+Form = tuple[torch.dtype, tuple[int, ...]]  # of a tensor: dtype and shape
+
 
 def exported_weights(model: PreTrainedModel) -> Mapping[str, Tensor]:
     """Every weight by its Hugging Face name, tied weights under each of their names: published and saved weights come
@@ -34,6 +36,17 @@ def exported_weights(model: PreTrainedModel) -> Mapping[str, Tensor]:
     return GatheredWeights(weights) if is_sharded(model) else weights
 
 
+def weight_forms(weights: Mapping[str, Tensor]) -> dict[str, Form]:
+    """Dtype and shape of each weight, in order. Weights that are made on access have a method for it, which makes
+    none."""
+
+    def form_of(name: str) -> Form:
+        return weights[name].dtype, tuple(weights[name].shape)
+
+    form: Callable[[str], Form] = getattr(weights, "form", form_of)
+    return {name: form(name) for name in weights}
+
+
 class GatheredWeights(Mapping[str, Tensor]):
     """Weights sharded over ranks; each is gathered on access."""
 
@@ -47,6 +60,10 @@ class GatheredWeights(Mapping[str, Tensor]):
         """Bytes of the full tensor, without gathering it."""
         weight = self._weights[name]
         return weight.numel() * weight.element_size()
+
+    def form(self, name: str) -> Form:
+        weight = self._weights[name]
+        return weight.dtype, tuple(weight.shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

@@ -21,7 +21,7 @@ from mtrl.models.backbone import Backbone
 from mtrl.models.checkpoint_files import base_path, is_adapter
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import load_model
-from mtrl.models.state_dicts import checkpoint_weights, exported_weights, load_weights, save_model
+from mtrl.models.state_dicts import checkpoint_weights, exported_weights, load_weights, save_model, weight_forms
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Needs, Sampling, Weights
 from mtrl.workers.reference import Reference
@@ -136,7 +136,9 @@ def test_merged_log_probs_equal_those_of_the_adapters(family):
     backbone = adapted(family, lora_vision_tower=family != "qwen2")
     expected, base = log_probs(backbone, family), log_probs(fresh_backbone(family), family)
     merged = fresh_backbone(family)
-    merged.model.load_state_dict(dict(MergedWeights(backbone.model)))
+    weights = MergedWeights(backbone.model)
+    merged.model.load_state_dict(dict(weights))
+    assert weight_forms(weights) == {name: (weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}
     assert (expected - base).abs().max() > 0.1, "the adapters change the output"
     assert (log_probs(merged, family) - expected).abs().max() < 1e-4
     merge_adapters(backbone.model)

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -104,7 +105,7 @@ def test_weights_on_their_way(tmp_path, monkeypatch):
     monkeypatch.setattr(handover, "SHARED_MEMORY", tmp_path)
     tied = torch.randn(4, 3)
     weights = {"a": tied, "b": tied, "turned": tied.T, "count": torch.tensor([3])}
-    folder = handover.make_folder(handover.tensor_bytes(weights, torch.bfloat16))
+    folder = handover.make_folder(handover.count_bytes(weights, torch.bfloat16))
     assert folder.parent == tmp_path and folder.stat().st_mode & 0o077 == 0
     for factor in (1, 2):
         found = load_file(handover.write_weights(folder, {k: v * factor for k, v in weights.items()}, torch.bfloat16))
@@ -113,6 +114,46 @@ def test_weights_on_their_way(tmp_path, monkeypatch):
         assert {file.name for file in folder.iterdir()} == {handover.FILE, handover.LOCK}
     same = load_file(handover.write_weights(folder, {"a": tied, "b": tied}, torch.float32))
     assert torch.equal(same["a"], tied) and torch.equal(same["b"], tied)
+
+
+class InTurn(Mapping):
+    """Weights that are there one at a time, in their order, as they arrive from ranks."""
+
+    def __init__(self, weights):
+        self.weights, self.left = weights, list(weights)
+
+    def __getitem__(self, name):
+        assert self.left.pop(0) == name, "each once, in order"
+        return self.weights[name]
+
+    def form(self, name):
+        return self.weights[name].dtype, tuple(self.weights[name].shape)
+
+    def __iter__(self):
+        return iter(self.weights)
+
+    def __len__(self):
+        return len(self.weights)
+
+
+def test_each_weight_is_read_once_in_order(tmp_path):
+    """Numbers of different widths stay aligned in the file."""
+    weights = {"odd": torch.randn(3), "steps": torch.tensor([5, 7]), "flag": torch.tensor(True), "b": torch.randn(2, 5)}
+    given = InTurn(weights)
+    assert handover.count_bytes(given, torch.bfloat16) == 2 * 3 + 8 * 2 + 1 + 2 * 10
+    found = load_file(handover.write_weights(tmp_path, given, torch.bfloat16))
+    assert not given.left and list(found) and found.keys() == weights.keys()
+    for name, tensor in weights.items():
+        same = tensor.bfloat16() if tensor.is_floating_point() else tensor
+        assert torch.equal(found[name], same) and found[name].dtype == same.dtype
+
+
+def test_a_weight_of_another_shape_than_announced_is_noticed(tmp_path):
+    given = InTurn({"a": torch.ones(3)})
+    given.form = lambda name: (torch.float32, (4,))
+    with pytest.raises(AssertionError, match=r"a is \(3,\), not \(4,\)"):
+        handover.write_weights(tmp_path, given, torch.float32)
+    assert not (tmp_path / handover.FILE).exists()
 
 
 def make_a_folder_and_die():

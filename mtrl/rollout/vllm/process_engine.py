@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mtrl.rollout.vllm.requests import Request, Response
 from mtrl.rollout.vllm.settings import check_installed
-from mtrl.rollout.vllm.weight_files import make_folder, tensor_bytes, write_weights
+from mtrl.rollout.vllm.weight_files import count_bytes, make_folder, write_weights
 from mtrl.utils.errors import RunError, StartError
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class VllmProcess:
 
     def load(self, label: str, tensors: Mapping[str, Tensor]) -> None:
         if self._folder is None:
-            self._folder = make_folder(tensor_bytes(tensors, self.dtype))
+            self._folder = make_folder(count_bytes(tensors, self.dtype))
         weights = label, str(write_weights(self._folder, tensors, self.dtype))
         self._call("load", *weights)
         self._loaded = weights

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mtrl.rollout.vllm.inprocess import check_prompt_length
 from mtrl.rollout.vllm.requests import Request, Response
-from mtrl.rollout.vllm.weight_files import make_folder, tensor_bytes, write_weights
+from mtrl.rollout.vllm.weight_files import count_bytes, make_folder, write_weights
 from mtrl.utils.errors import RunError, StartError
 
 CONNECT_SECONDS = 30.0
@@ -120,7 +120,7 @@ class VllmServer:
         if not self.takes_weights:
             raise RunError(self.no_weights)
         if self._folder is None:
-            self._folder = make_folder(tensor_bytes(tensors, self.dtype))
+            self._folder = make_folder(count_bytes(tensors, self.dtype))
             self._folder.chmod(0o755)  # the server may run as another user
         write_weights(self._folder, tensors, self.dtype)
         rpc = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
