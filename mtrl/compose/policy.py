@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -372,8 +373,7 @@ def check_reference_to_sync(spec: AlgorithmSpec) -> None:
 def build_generator(config: Config, policy: Forward, encoder: TextEncoder, gets_weights: bool = False) -> Generator:
     """Choose and build the rollout engine; `gets_weights`: it will be given new weights."""
     if ":" in config.engine_name:
-        offered = {"policy": policy, "encoder": encoder, "model_path": model_path(config)}
-        return algorithm.make_named(OWN_ENGINES, "worker.rollout.name", config.worker.rollout.name, offered)
+        return build_own_engine(config, encoder, lambda: policy)[0]
     if config.engine_name == "vllm":
         from mtrl.compose.vllm_engine import build_vllm  # vLLM may not be installed
 
@@ -389,6 +389,21 @@ def build_generator(config: Config, policy: Forward, encoder: TextEncoder, gets_
         other = "; worker.rollout.name=vllm is faster there" if why and has_vllm else ""
         say_at_once(f"worker.rollout.name=auto: the local engine samples{slow}{other}")
     return make_fastest_generator(policy.backbone, encoder)
+
+
+def build_own_engine(
+    config: Config, encoder: TextEncoder, make_policy: Callable[[], Forward]
+) -> tuple[Generator, Backbone | None]:
+    """The engine of a user's file, and the model that it was given, if it has a field for the policy."""
+    spec, offered = config.worker.rollout.name, dict[str, Any](encoder=encoder, model_path=model_path(config))
+    backbone: Backbone | None = None
+    try:
+        if OWN_ENGINES.takes(spec, "policy"):
+            offered["policy"] = policy = make_policy()
+            backbone = policy.backbone
+        return OWN_ENGINES.make(spec, offered), backbone
+    except PluginError as error:
+        raise ConfigError([f"worker.rollout.name: {error}"]) from error
 
 
 def save_checkpoint(config: Config, loaded: LoadedModel, target: Path) -> None:

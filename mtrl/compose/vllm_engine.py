@@ -34,9 +34,10 @@ def build_vllm(config: Config, path: str, policy: Forward, encoder: TextEncoder,
     changes = gets_weights or is_adapter(path)
     engine = build_vllm_engine(config, path, encoder, weights.keys(), backbone.compute_dtype, on_gpu, ranked, changes)
     server = engine.host if isinstance(engine.host, VllmServer) else None  # may hold the weights of an earlier run
-    if (server and gets_weights) or (is_adapter(path) and not ranked):  # an engine of a rank gets its actor's anyway
-        if server and not server.takes_weights:
-            raise StartError(f"worker.rollout.address: {server.no_weights}")
+    has_others = bool(server and gets_weights) or is_adapter(path)
+    if has_others and server and not server.takes_weights:
+        raise StartError(f"worker.rollout.address: {server.no_weights}")
+    if has_others and not ranked:  # an engine of a rank gets its actor's anyway
         with engine.resident():
             engine.load(Weights(0, weights))
     return engine

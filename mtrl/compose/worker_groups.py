@@ -21,6 +21,7 @@ from mtrl.compose.policy import (
     build_actor,
     build_encoder,
     build_generator,
+    build_own_engine,
     load_options,
     load_policy,
     make_forward,
@@ -30,7 +31,13 @@ from mtrl.compose.reward_scorer import build_reward_model
 from mtrl.config import Config, ConfigError
 from mtrl.data.hub import check_model_available
 from mtrl.distributed.dedicated_engines import SENDER, DedicatedEngine, DedicatedGenerator, Receive, WeightSender
-from mtrl.distributed.generator_proxy import ENGINE, DistributedGenerator, EngineHandle
+from mtrl.distributed.generator_proxy import (
+    ENGINE,
+    DistributedGenerator,
+    EngineHandle,
+    FirstRankGenerator,
+    GatheringEngine,
+)
 from mtrl.distributed.learner_proxy import (
     DistributedLearner,
     DistributedReference,
@@ -141,10 +148,24 @@ def build_roles(plan: WorkerPlan, ranks: Ranks) -> dict[str, Any]:
 def build_rank_engine(
     config: Config, policy: Forward, encoder: TextEncoder, publish: Callable[[], Weights]
 ) -> EngineHandle:
-    forward = policy if config.engine_name == "vllm" else make_engine_forward(config, policy)
-    if forward is not policy and has_adapters(forward.backbone.model):
+    """A rank's own engine, or its part in the only one: a vLLM server."""
+    build = partial(build_generator, config, encoder=encoder, gets_weights=True)
+    make_copy = partial(make_engine_forward, config, policy)
+    filled, copy = None, None  # models that `load` fills; `copy`: for an engine that does not fill its own
+    if ":" in config.engine_name:
+        generator, copy = build_own_engine(config, encoder, make_copy)
+        filled = copy
+    elif config.engine_name != "vllm":
+        forward = make_copy()
+        generator, filled = build(forward), forward.backbone
+    elif config.worker.rollout.mode == "server":
+        client = policy.backbone.ranks.rank0_only(lambda: build(policy))
+        generator = GatheringEngine() if client is None else client
+    else:
+        generator = build(policy)
+    if filled is not None and has_adapters(filled.model):
         publish = partial(publish_unmerged, publish, policy.backbone.model)
-    engine = EngineHandle(build_generator(config, forward, encoder, gets_weights=True), publish)
+    engine = EngineHandle(generator, publish, copy)
     engine.wake()
     engine.load()
     engine.sleep()
@@ -170,9 +191,16 @@ def build_dedicated_engine(plan: WorkerPlan, receive: Receive) -> dict[str, Any]
         on_gpu, among_ranks = torch.cuda.is_available(), dist.is_initialized()  # the tensor-parallel group, if any
         engine = build_vllm_engine(config, path, encoder, names, DTYPES[dtype], on_gpu, among_ranks)
         return {ENGINE: DedicatedEngine(engine, receive)}
-    model = load_model(path, **load_options(config) | {"dtype": dtype})
-    model.requires_grad_(False)
-    return {ENGINE: DedicatedEngine(make_fastest_generator(Backbone(model, DTYPES[dtype]), encoder), receive)}
+
+    def load_forward() -> Forward:
+        model = load_model(path, **load_options(config) | {"dtype": dtype})
+        model.requires_grad_(False)
+        return Forward(Backbone(model, DTYPES[dtype]), encoder, config.worker.rollout.temperature)
+
+    if ":" in config.engine_name:
+        own, copy = build_own_engine(config, encoder, load_forward)
+        return {ENGINE: DedicatedEngine(own, receive, copy)}
+    return {ENGINE: DedicatedEngine(make_fastest_generator(load_forward().backbone, encoder), receive)}
 
 
 def make_empty_policy(config: Config, dtype: str | None = None, adapters: bool = True) -> Any:
@@ -250,8 +278,11 @@ def open_workers(plan: WorkerPlan) -> RunWorkers:
 
 
 def make_generator(plan: WorkerPlan, worker_group: Any) -> Generator:
-    """The colocated engines of the ranks, or the dedicated ones of Ray's group with the weights of the ranks."""
-    tp_size = plan.config.worker.rollout.tensor_parallel_size
+    """The colocated engines of the ranks, a server to which the first rank speaks, or the dedicated engines of Ray's
+    group with the weights of the ranks."""
+    rollout, tp_size = plan.config.worker.rollout, plan.config.worker.rollout.tensor_parallel_size
+    if rollout.mode == "server":
+        return FirstRankGenerator(worker_group)
     if plan.config.worker.hybrid_engine:
         return DistributedGenerator(worker_group, tp_size)
     generator = DedicatedGenerator(worker_group.engines, tp_size)

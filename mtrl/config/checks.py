@@ -308,7 +308,7 @@ def _check_credit(config: Config) -> Iterator[Conflict]:
 
 def _check_tensor_parallel(config: Config) -> Iterator[Conflict]:
     rollout, training = config.worker.rollout, config.training
-    if rollout.tensor_parallel_size == 1 or config.engine_name == "local":
+    if rollout.tensor_parallel_size == 1 or config.engine_name != "vllm":
         return
     if rollout.mode == "server":
         yield Conflict(
@@ -328,18 +328,24 @@ def _check_tensor_parallel(config: Config) -> Iterator[Conflict]:
 
 def _check_engine(config: Config) -> Iterator[Conflict]:
     rollout = config.worker.rollout
-    if config.engine_name == "local" and rollout.mode != "inprocess":
+    if config.engine_name != "vllm" and rollout.mode != "inprocess":
         yield Conflict(
             ("worker.rollout.name", "worker.rollout.mode"),
-            "the local engine runs inside the trainer; use inprocess, or the engine vllm",
+            "only vLLM runs outside of the trainer; use inprocess, or the engine vllm",
         )
-    if config.engine_name == "local" and rollout.tensor_parallel_size > 1:
+    elif rollout.mode == "server" and rollout.address is None:
+        yield Conflict(("worker.rollout.mode", "worker.rollout.address"), "set the address of the server")
+    elif rollout.mode == "server" and not config.worker.hybrid_engine:
+        yield Conflict(
+            ("worker.rollout.mode", "worker.hybrid_engine"),
+            "a server has its own GPUs, for which the run starts no processes; set hybrid_engine to true and n_gpus to "
+            "null",
+        )
+    if config.engine_name != "vllm" and rollout.tensor_parallel_size > 1:
         yield Conflict(
             ("worker.rollout.name", "worker.rollout.tensor_parallel_size"),
-            "the local engine does not split a model over GPUs; set 1, or use the engine vllm",
+            "only vLLM splits a model over GPUs; set 1, or use the engine vllm",
         )
-    if rollout.mode == "server" and rollout.address is None:
-        yield Conflict(("worker.rollout.mode", "worker.rollout.address"), "set the address of the server")
     if config.worker.hybrid_engine != (rollout.n_gpus is None):
         yield Conflict(
             ("worker.hybrid_engine", "worker.rollout.n_gpus"),

@@ -20,26 +20,14 @@ def find_unsupported(config: Config) -> list[str]:
         ),
         "worker.actor.offload.offload_params is not supported with the local engine, which samples from these weights; "
         "set it to false, or worker.rollout.name to vllm": (worker.actor.offload.offload_params and not is_vllm),
-        f"worker.rollout.mode: {rollout.mode} is not supported with dedicated engines (worker.hybrid_engine: false); "
-        "set it to inprocess": not worker.hybrid_engine and is_vllm and rollout.mode == "process",
-        f"worker.rollout.mode: {rollout.mode} is not supported with the local engine; set it to inprocess, or "
-        "worker.rollout.name to vllm": rollout.mode != "inprocess" and not is_vllm,
         "worker.rollout.engine_kwargs is not supported with the local engine; set it to {}, or worker.rollout.name to "
         "vllm": bool(rollout.engine_kwargs) and not is_vllm,
-        "worker.rollout.tensor_parallel_size is not supported with the local engine; set it to 1, or "
-        "worker.rollout.name to vllm": rollout.tensor_parallel_size > 1 and not is_vllm,
         "worker.rollout.tensor_parallel_size is not supported with a child process; set it to 1, or "
         "worker.rollout.mode to inprocess": (
             rollout.tensor_parallel_size > 1 and is_vllm and rollout.mode == "process"
         ),
-        "worker.rollout.mode: server is not supported with several processes; set it to inprocess or process": (
-            is_ranked and is_vllm and rollout.mode == "server"
-        ),
         "worker.actor.offload.offload_params is not supported with several processes; set it to false": (
             is_ranked and is_vllm and worker.actor.offload.offload_params
-        ),
-        f"worker.rollout.name: {config.engine_name} is not supported with several processes; set it to local or vllm": (
-            is_ranked and ":" in config.engine_name
         ),
     }
     if fsdp.cpu_offload and worker.actor.offload.offload_params:

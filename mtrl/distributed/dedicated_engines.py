@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from mtrl.distributed.generator_proxy import ENGINE, DistributedGenerator, EngineHandle, check_versions
+from mtrl.models.backbone import Backbone
+from mtrl.models.state_dicts import Form, weight_forms
 from mtrl.protocols import Generator, RemoteEngines
 from mtrl.types import Prompt, Rollouts, Sampling, Weights
 
 SENDER = "weights"  # the role of a rank that sends its weights
-Message = tuple[Any, Tensor | None]  # a name and its weight; the first message: (version, all names) and None
+Message = tuple[Any, Tensor | None]  # a name and its weight; the first message: (version, all forms by name) and None
 Receive = Callable[[], Message]  # waits for the next message
 
 
@@ -58,41 +60,60 @@ class WeightSender:
         return weights.version
 
     def _messages(self, weights: Weights) -> Iterator[Message]:
-        yield (weights.version, list(weights.tensors)), None
+        forms = {
+            name: (self.dtype if dtype.is_floating_point else dtype, shape)
+            for name, (dtype, shape) in weight_forms(weights.tensors).items()
+        }
+        yield (weights.version, forms), None
         for name, tensor in weights.tensors.items():
-            yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+            yield name, tensor.to(forms[name][0])
 
 
 class DedicatedEngine(EngineHandle):
     """The engine of one process, as `DedicatedGenerator` calls it."""
 
-    def __init__(self, generator: Generator, receive: Receive) -> None:
-        super().__init__(generator, lambda: receive_weights(receive))
+    def __init__(self, generator: Generator, receive: Receive, copy: Backbone | None = None) -> None:
+        super().__init__(generator, self._receive, copy)
+        self.receive = receive
         self.wake()
 
+    def _receive(self) -> Weights:
+        (version, forms), _ = self.receive()
+        self.incoming = IncomingWeights(forms, self.receive)
+        return Weights(version, self.incoming)
 
-def receive_weights(receive: Receive) -> Weights:
-    (version, names), _ = receive()
-    return Weights(version, IncomingWeights(names, receive))
+    def load(self) -> int:
+        version = super().load()
+        self.incoming.skip_rest()
+        return version
 
 
 class IncomingWeights(Mapping[str, Tensor]):
-    """Weights that can be read once, in the order of their names."""
+    """Weights that can be read once, in the order of their names. Their forms are known before they arrive."""
 
-    def __init__(self, names: Sequence[str], receive: Receive) -> None:
-        self.names, self.receive = names, receive
+    def __init__(self, forms: Mapping[str, Form], receive: Receive) -> None:
+        self.forms, self.receive, self.taken = forms, receive, 0
 
     def __getitem__(self, name: str) -> Tensor:
         received, tensor = self.receive()
+        self.taken += 1
         if received != name or tensor is None:
             raise KeyError(f"the weight {name} was requested, but the next one is {received}")
         return tensor
 
+    def skip_rest(self) -> None:
+        """Takes what the engine did not: the next message must be that of the next version."""
+        for name in list(self.forms)[self.taken :]:
+            self[name]
+
+    def form(self, name: str) -> Form:
+        return self.forms[name]
+
     def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
+        return iter(self.forms)
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.forms)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.names
+        return name in self.forms

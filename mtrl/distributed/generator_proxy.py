@@ -11,8 +11,11 @@ import torch
 
 from mtrl.algorithms.packing import Piece, balance
 from mtrl.distributed.remote_proxy import RemoteProxy, Workers
+from mtrl.models.backbone import Backbone
+from mtrl.models.state_dicts import exported_weights
 from mtrl.protocols import Generator
 from mtrl.rollout.lifecycle import EngineLifecycle
+from mtrl.rollout.local import copy_weights
 from mtrl.types import Prompt, Rollouts, Sampling, Weights
 from mtrl.utils.record_rows import join_rows, take_rows
 
@@ -41,8 +44,11 @@ class DistributedGenerator(RemoteProxy[Workers], EngineLifecycle):
         self, prompts: Sequence[Prompt], sampling: Sampling
     ) -> tuple[list[list[int]], list[tuple[Any, ...]]]:  # fmt: skip
         """The indices of each engine's prompts, and the arguments of its `generate`."""
-        shares = partition_prompts(prompts, self.groups)
+        shares = self.share_out(prompts)
         return shares, [([prompts[index] for index in share], sampling) for share in shares]
+
+    def share_out(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        return partition_prompts(prompts, self.groups)
 
     def merge(self, prompts: Sequence[Prompt], shares: Sequence[list[int]], results: Sequence[Any]) -> Rollouts:
         """The rollouts of all engines in the order of the prompts."""
@@ -65,6 +71,21 @@ class DistributedGenerator(RemoteProxy[Workers], EngineLifecycle):
         """Engines end with their ranks."""
 
 
+class FirstRankGenerator(DistributedGenerator):
+    """Only the first rank has an engine, the client of a server. All gather the weights that it sends."""
+
+    def share_out(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        return [list(range(len(prompts))), *[[]] * (self.groups - 1)]
+
+
+class GatheringEngine(EngineLifecycle):
+    """Takes the place of the engine on the other ranks: it has no prompts, and reads the weights as the first does."""
+
+    def load(self, weights: Weights) -> None:
+        for _ in weights.tensors.values():
+            pass
+
+
 def check_versions(weights: Weights, versions: Sequence[int]) -> None:
     assert set(versions) == {weights.version}, f"engines hold the versions {versions}, not {weights.version}"
 
@@ -80,10 +101,11 @@ def partition_prompts(prompts: Sequence[Prompt], engines: int) -> list[list[int]
 
 
 class EngineHandle:
-    """The engine of one process, as `DistributedGenerator` calls it; `publish` returns the weights of its actor."""
+    """The engine of one process, as `DistributedGenerator` calls it; `publish` returns the weights of its actor.
+    `copy`: a model of its own, which holds new weights before the engine is told."""
 
-    def __init__(self, generator: Generator, publish: Callable[[], Weights]) -> None:
-        self.generator, self.publish, self._resident = generator, publish, ExitStack()
+    def __init__(self, generator: Generator, publish: Callable[[], Weights], copy: Backbone | None = None) -> None:
+        self.generator, self.publish, self.copy, self._resident = generator, publish, copy, ExitStack()
 
     def wake(self) -> None:
         self._resident.enter_context(self.generator.resident())
@@ -99,5 +121,8 @@ class EngineHandle:
 
     def load(self) -> int:
         weights = self.publish()
+        if self.copy is not None:
+            copy_weights(self.copy, weights)
+            weights = replace(weights, tensors=exported_weights(self.copy.model))
         self.generator.load(weights)
         return weights.version

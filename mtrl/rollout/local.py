@@ -60,12 +60,7 @@ class LocalGenerator(EngineLifecycle):
         if getattr(weights.tensors, "model", None) is self.backbone.model:  # this model's own adapters, merged
             self.version = weights.version
             return
-        own = self.backbone.model.state_dict()  # tied weights under each name
-        check_weight_names(own, weights.tensors)
-        with torch.no_grad():
-            for name, tensor in weights.tensors.items():
-                if own[name].data_ptr() != tensor.data_ptr():
-                    own[name].copy_(tensor)
+        copy_weights(self.backbone, weights)
         self.version = weights.version
 
     @torch.no_grad()
@@ -246,6 +241,16 @@ class Decoding:
         positions = position[None, :, None].expand(3, -1, -1)
         hidden = self.engine.backbone.forward_text(tokens[:, None], positions, attention_mask=mask, cache=cache)
         return hidden[:, 0], self.experts.take(len(hidden), hidden.device)[:, 0]
+
+
+@torch.no_grad()
+def copy_weights(backbone: Backbone, weights: Weights) -> None:
+    """Into the backbone's model, in place."""
+    own = backbone.model.state_dict()  # tied weights under each name
+    check_weight_names(own, weights.tensors)
+    for name, tensor in weights.tensors.items():
+        if own[name].data_ptr() != tensor.data_ptr():
+            own[name].copy_(tensor)
 
 
 def check_weight_names(own: Collection[str], published: Collection[str]) -> None:

@@ -57,6 +57,12 @@ class Registry(Generic[T]):
             raise PluginError(f"{name}: {known}{error}{find_line(error, split_spec(name)[0])}") from error
         return made
 
+    def takes(self, spec: Spec, argument: str) -> bool:
+        """Whether the class of a spec has a field of that name that the spec leaves open."""
+        kind: Any = self.find(spec_name(spec) or "")
+        is_set = not isinstance(spec, str) and argument in spec
+        return not is_set and argument in {f.name for f in fields(kind) if f.init}
+
     def find(self, name: str) -> type[T]:
         """The class of that name."""
         if ":" in name:

@@ -14,10 +14,11 @@ from tiny_models import checkpoint, get_encoder
 from mtrl.compose.policy import build_actor, build_policy, make_forward
 from mtrl.compose.worker_groups import WorkerPlan, build_dedicated_engine, build_roles
 from mtrl.config import load_config
-from mtrl.distributed.dedicated_engines import SENDER, DedicatedGenerator, IncomingWeights, receive_weights
+from mtrl.distributed.dedicated_engines import SENDER, DedicatedGenerator, IncomingWeights
 from mtrl.distributed.learner_proxy import DistributedLearner
 from mtrl.distributed.torchrun_group import TorchrunWorkerGroup, serve
 from mtrl.models.load_model import load_model
+from mtrl.models.state_dicts import weight_forms
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Weights
 
@@ -112,24 +113,25 @@ def test_dedicated_engines_get_merged_weights_of_a_base_in_4_bits(tmp_path):
 
 
 def test_weights_arrive_in_their_order():
-    sent = iter([((3, ["a", "b"]), None), ("a", torch.ones(2)), ("c", torch.zeros(1))])
-    weights = receive_weights(lambda: next(sent))
-    assert weights.version == 3 and list(weights.tensors) == ["a", "b"] and len(weights.tensors) == 2
-    assert isinstance(weights.tensors, IncomingWeights) and "b" in weights.tensors
-    same(weights.tensors["a"], torch.ones(2))
+    forms = {"a": (torch.float32, (2,)), "b": (torch.float32, (1,))}
+    sent = iter([("a", torch.ones(2)), ("c", torch.zeros(1))])
+    weights = IncomingWeights(forms, lambda: next(sent))
+    assert list(weights) == ["a", "b"] and len(weights) == 2 and "b" in weights
+    assert weight_forms(weights) == forms, "known before a weight is taken"
+    same(weights["a"], torch.ones(2))
     with pytest.raises(KeyError, match="the weight b was requested, but the next one is c"):
-        weights.tensors["b"]
+        weights["b"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5)])
 def test_a_tensor_by_its_bytes(dtype, shape):
     pytest.importorskip("ray")
-    from mtrl.distributed.weight_channel import from_bytes, raw_bytes, tensor_format
+    from mtrl.distributed.weight_channel import from_bytes, raw_bytes, tensor_form
 
     tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 100).to(dtype)
     stored = raw_bytes(tensor)
     stored.flags.writeable = False  # as it is in the store
-    found = from_bytes(tensor_format(tensor), stored)
+    found = from_bytes(tensor_form(tensor), stored)
     same(found, tensor)
     assert found.dtype == dtype and found.shape == shape

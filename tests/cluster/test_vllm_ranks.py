@@ -13,8 +13,9 @@ from rank_helpers import run_ranks
 from run_helpers import finish, get_run_dir, read_metrics, train_arguments
 from sharded_helpers import check
 from tiny_models import prompts_for
-from vllm_engines import INSTALLED, child_process, end_in_process, engine_on
+from vllm_engines import INSTALLED, child_process, end_in_process, engine_on, start_server, wait_until_ready
 
+from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 from mtrl.types import Sampling
 
 assert run_ranks  # imported for this folder's fixture, since `check` forks
@@ -64,10 +65,13 @@ TWO_IN_PARTS = (*IN_PARTS, "training.n_gpus_per_node=4")  # two engines of two
 APART_IN_PARTS = ("worker.hybrid_engine=false", "worker.rollout.n_gpus=2", *IN_PARTS)
 
 
+ON_SERVER = ("worker.rollout.mode=server",)
 WAYS = {
     "torchrun": (by_torchrun, ()), "torchrun two in parts": (partial(by_torchrun, ranks=4), TWO_IN_PARTS),
     "ray": (by_ray, ()), "ray in parts": (by_ray, IN_PARTS), "ray in a child": (by_ray, IN_CHILD),
     "ray apart": (by_ray, APART), "ray apart in parts": (by_ray, APART_IN_PARTS),
+    "ray apart in a child": (by_ray, (*APART, *IN_CHILD)),
+    "torchrun with a server": (by_torchrun, ON_SERVER), "ray with a server": (by_ray, ON_SERVER),
 }  # fmt: skip
 
 
@@ -75,6 +79,8 @@ WAYS = {
 def test_engines_of_ranks(launched, words, tmp_path, alone):
     """The numbers equal those of one process: each engine got the gathered weights at every step."""
     words = (*WORDS, "training.n_gpus_per_node=2", *words)
+    if set(ON_SERVER) <= set(words):
+        words = (*words, f"worker.rollout.address={wait_until_ready(start_server(str(MODEL_DIRECTORY)))}")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         launched(train_arguments(tmp_path, *words)), env=environment, capture_output=True, text=True, timeout=SECONDS

@@ -217,11 +217,30 @@ IMPOSSIBLE = [
         ["optimization.compute_attention_metrics", "optimization.enable_token_weights"],
     ),
     (["worker.rollout.name=local", "worker.rollout.mode=process"], ["worker.rollout.name", "worker.rollout.mode"]),
+    (["worker.rollout.mode=process"], ["worker.rollout.name = 'auto' (default)", "worker.rollout.mode"]),
+    (
+        ["worker.rollout.name=my.py:Engine", "worker.rollout.mode=server"],
+        ["worker.rollout.name", "worker.rollout.mode"],
+    ),
     (
         ["worker.rollout.name=local", "worker.rollout.tensor_parallel_size=2"],
         ["worker.rollout.name", "worker.rollout.tensor_parallel_size"],
     ),
-    (["worker.rollout.mode=server"], ["worker.rollout.mode", "worker.rollout.address"]),
+    (
+        ["worker.rollout.tensor_parallel_size=2", "training.n_gpus_per_node=2"],
+        ["worker.rollout.name", "worker.rollout.tensor_parallel_size"],
+    ),
+    (["worker.rollout.name=vllm", "worker.rollout.mode=server"], ["worker.rollout.mode", "worker.rollout.address"]),
+    (
+        [
+            "worker.rollout.name=vllm",
+            "worker.rollout.mode=server",
+            "worker.rollout.address=h:1",
+            "worker.hybrid_engine=false",
+            "worker.rollout.n_gpus=1",
+        ],
+        ["worker.rollout.mode", "worker.hybrid_engine", "a server has its own GPUs"],
+    ),
     (
         ["worker.actor.fsdp.param_dtype=bf16", "worker.actor.fsdp.mixed_precision_dtype=fp32"],
         ["worker.actor.fsdp.param_dtype", "worker.actor.fsdp.mixed_precision_dtype"],
@@ -243,11 +262,21 @@ IMPOSSIBLE = [
         ["worker.rollout.tensor_parallel_size", "training.n_gpus_per_node"],
     ),
     (
-        ["worker.hybrid_engine=false", "worker.rollout.n_gpus=3", "worker.rollout.tensor_parallel_size=2"],
+        [
+            "worker.rollout.name=vllm",
+            "worker.hybrid_engine=false",
+            "worker.rollout.n_gpus=3",
+            "worker.rollout.tensor_parallel_size=2",
+        ],
         ["worker.rollout.tensor_parallel_size", "worker.rollout.n_gpus"],
     ),
     (
-        ["worker.rollout.mode=server", "worker.rollout.address=h:1", "worker.rollout.tensor_parallel_size=8"],
+        [
+            "worker.rollout.name=vllm",
+            "worker.rollout.mode=server",
+            "worker.rollout.address=h:1",
+            "worker.rollout.tensor_parallel_size=8",
+        ],
         ["worker.rollout.mode", "worker.rollout.tensor_parallel_size"],
     ),
     (
@@ -328,10 +357,15 @@ def test_combinations_that_cannot_work_name_the_keys(overrides, words):
             "optimization.enable_token_weights=true",
             "worker.reward.reward_fn_path=a.py",
         ],
-        ["worker.rollout.mode=server", "worker.rollout.address=localhost:8000"],
+        ["worker.rollout.name=vllm", "worker.rollout.mode=server", "worker.rollout.address=localhost:8000"],
         ["worker.rollout.name=vllm", "worker.rollout.tensor_parallel_size=2", "training.n_gpus_per_node=4"],
-        ["worker.hybrid_engine=false", "worker.rollout.n_gpus=2", "worker.rollout.tensor_parallel_size=2"],
-        ["worker.rollout.mode=process"],
+        [
+            "worker.rollout.name=vllm",
+            "worker.hybrid_engine=false",
+            "worker.rollout.n_gpus=2",
+            "worker.rollout.tensor_parallel_size=2",
+        ],
+        ["worker.rollout.name=vllm", "worker.rollout.mode=process"],
         ["worker.actor.model.freeze_vision_tower=true", "worker.actor.model.lora_vision_tower=true"],  # no adapters
         ["worker.actor.model.peft_type=qlora", "training.n_gpus_per_node=8"],
         ["worker.reward.reward_type=model", "worker.reward.model_path=org/rm"],

@@ -23,34 +23,13 @@ from mtrl.rewards.builtin_names import REWARDS
 PACKAGE = Path(mtrl.__file__).parent
 
 REFUSED = {  # text in the message: the overrides
-    "worker.rollout.name: mine.py:Engine is not supported with several processes": {
-        "worker.rollout.name": "mine.py:Engine",
-        "training.n_gpus_per_node": 2,
-    },
     "worker.actor.fsdp.cpu_offload": {"worker.actor.fsdp.cpu_offload": True},
     "worker.actor.offload.offload_params": {"worker.actor.offload.offload_params": True},
-    "worker.rollout.mode: process is not supported with dedicated engines": {
-        "worker.rollout.name": "vllm",
-        "worker.rollout.mode": "process",
-        "worker.hybrid_engine": False,
-        "worker.rollout.n_gpus": 1,
-    },
-    "worker.rollout.mode: process": {"worker.rollout.mode": "process"},
-    "worker.rollout.mode: server": {"worker.rollout.mode": "server", "worker.rollout.address": "localhost:8000"},
     "worker.rollout.engine_kwargs": {"worker.rollout.engine_kwargs": {"max_num_seqs": 8}},
-    "worker.rollout.tensor_parallel_size is not supported with the local engine": {
-        "worker.rollout.tensor_parallel_size": 2, "training.n_gpus_per_node": 2
-    },
     "worker.rollout.tensor_parallel_size is not supported with a child process": {
         "worker.rollout.name": "vllm",
         "worker.rollout.mode": "process",
         "worker.rollout.tensor_parallel_size": 2,
-        "training.n_gpus_per_node": 2,
-    },
-    "worker.rollout.mode: server is not supported with several": {
-        "worker.rollout.name": "vllm",
-        "worker.rollout.mode": "server",
-        "worker.rollout.address": "localhost:8000",
         "training.n_gpus_per_node": 2,
     },
     "worker.actor.offload.offload_params is not supported with several": {
@@ -125,6 +104,20 @@ def test_all_offloads_together_get_one_answer_that_is_supported(more, answer):
         {"worker.rollout.name": "vllm", "worker.rollout.mode": "process"},
         {"worker.rollout.name": "vllm", "worker.rollout.mode": "process", "training.n_gpus_per_node": 2},
         {"worker.rollout.name": "vllm", "training.nnodes": 2},
+        {
+            "worker.rollout.name": "vllm",
+            "worker.rollout.mode": "process",
+            "worker.hybrid_engine": False,
+            "worker.rollout.n_gpus": 1,
+        },
+        {
+            "worker.rollout.name": "vllm",
+            "worker.rollout.mode": "server",
+            "worker.rollout.address": "localhost:8000",
+            "training.n_gpus_per_node": 2,
+        },
+        {"worker.rollout.name": "mine.py:Engine", "training.n_gpus_per_node": 2},
+        {"worker.rollout.name": "mine.py:Engine", "worker.hybrid_engine": False, "worker.rollout.n_gpus": 1},
         {"worker.hybrid_engine": False, "worker.rollout.n_gpus": 2, "worker.rollout.off_policy_steps": 1},
         {"optimization.divergence_penalty": "full"},
         {"optimization.online_filtering": True},
