@@ -326,7 +326,7 @@ class RolloutConfig:
         "auto", "engine that samples responses; auto: the local one", names=("auto", "local", "vllm")
     )
     mode: Literal["inprocess", "process", "server"] = key("inprocess", "where vLLM runs")
-    address: str | None = key(None, "address of the vLLM server")
+    address: str | None = key(None, "address of the vLLM server; of several ranks only the first speaks to it")
     engine_kwargs: Mapping[str, Any] = key({}, "additional arguments for vLLM")
     n: int | None = key(None, "responses per prompt; null: 8, or 1 for gae, remax, reinforce_plus_plus", "[1, inf)")
     temperature: float = key(1.0, "temperature of training rollouts and of all log-probs", "(0, inf)")

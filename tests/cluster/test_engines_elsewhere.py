@@ -1,6 +1,8 @@
 """Ranks that sample by a vLLM server, or by an engine from a user's file. The server is a fake with vLLM's endpoints
 (tests/cluster/test_vllm_ranks.py has a real one)."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from fake_vllm_server import FakeServer
@@ -23,6 +25,7 @@ from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Weights
 from mtrl.utils.errors import StartError
 
+OWN = Path(__file__).with_name("own_engines.py")
 SHARED_DEVICES = {"worker.hybrid_engine": True, "worker.rollout.n_gpus": None}
 
 
@@ -110,48 +113,9 @@ def test_a_server_that_is_not_there_ends_all_ranks_at_the_start(tmp_path):
 
 
 # -------------------------------------------------------------------------------------------- an engine of one's own
-OWN = '''
-from dataclasses import dataclass
-from typing import Any
-
-import mtrl
-from mtrl.rollout.local import LocalGenerator
-
-
-@dataclass
-class Samples(mtrl.Engine):
-    """With `policy`, whose weights are always those of the loaded version: there is nothing else to load."""
-
-    policy: Any
-    encoder: Any
-
-    def __post_init__(self):
-        self.local = LocalGenerator(self.policy.backbone, self.encoder)
-
-    def load(self, weights):
-        self.local.version = weights.version
-
-    def generate(self, prompts, sampling):
-        return self.local.generate(prompts, sampling)
-
-
-@dataclass
-class Reads(mtrl.Engine):
-    """Has no model, and reads a single weight."""
-
-    encoder: Any
-
-    def load(self, weights):
-        name = next(iter(weights.tensors))
-        self.seen = weights.version, float(weights.tensors[name].sum())
-'''
-
-
 @pytest.fixture
-def own(tmp_path):
-    file = tmp_path / "own.py"
-    file.write_text(OWN)
-    return lambda name, **keys: plan_for(checkpoint(FAMILY), **{"worker.rollout.name": f"{file}:{name}", **keys})
+def own():
+    return lambda name, **keys: plan_for(checkpoint(FAMILY), **{"worker.rollout.name": f"{OWN}:{name}", **keys})
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -133,6 +134,14 @@ def test_a_dedicated_engine_samples_like_colocated_ones(tmp_path):
     assert set(logs) == {"rank_0", "rank_1", "engine_0"}
     assert logs["engine_0"].count("engine.generate begins") >= 4 and logs["engine_0"].count("engine.load ends") == 5
     assert "engine." not in logs["rank_0"] and "actor." not in logs["engine_0"]
+
+
+def test_an_own_engine_samples_like_the_local_one(tmp_path):
+    """On the ranks, and in its own process."""
+    own = f"worker.rollout.name={Path(__file__).with_name('own_engines.py')}:Samples"
+    expected = completed(tmp_path / "local")
+    alike(completed(tmp_path / "shared", own), expected, 4)
+    alike(completed(tmp_path / "apart", own, *APART), expected, 4)
 
 
 def test_one_step_ahead_on_ranks(tmp_path):
