@@ -17,6 +17,7 @@ from mtrl.protocols import Generator
 from mtrl.rollout.lifecycle import EngineLifecycle
 from mtrl.rollout.local import copy_weights
 from mtrl.types import Prompt, Rollouts, Sampling, Weights
+from mtrl.utils.errors import RunError
 from mtrl.utils.record_rows import join_rows, take_rows
 
 ENGINE = "engine"  # the role
@@ -77,6 +78,21 @@ class FirstRankGenerator(DistributedGenerator):
     def share_out(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         return [list(range(len(prompts))), *[[]] * (self.groups - 1)]
 
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:
+        shares, arguments = self.partition(prompts, sampling)
+        return self.merge(prompts, shares, self.attempt("generate", arguments))
+
+    def load(self, weights: Weights) -> None:
+        check_versions(weights, self.attempt("load", [()] * self.groups))
+
+    def attempt(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """A server that has ended does not end the ranks: they complete the call, and can save."""
+        results = self.call_groups("attempt", [(method, *each) for each in arguments])
+        for _, error in results:
+            if error is not None:
+                raise error
+        return [result for result, _ in results]
+
 
 class GatheringEngine(EngineLifecycle):
     """Takes the place of the engine on the other ranks: it has no prompts, and reads the weights as the first does."""
@@ -115,6 +131,12 @@ class EngineHandle:
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts | None:
         return replace(self.generator.generate(prompts, sampling), prompts=()) if prompts else None
+
+    def attempt(self, method: str, *arguments: Any) -> tuple[Any, RunError | None]:
+        try:
+            return getattr(self, method)(*arguments), None
+        except RunError as error:
+            return None, error
 
     def preflight(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         self.generator.preflight(prompts, sampling)

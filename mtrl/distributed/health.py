@@ -84,7 +84,7 @@ class HealthMonitor:
             return self.lost
         cause = error.cause if isinstance(error, RayTaskError) else error
         if not side_channel:
-            self.lost = RankLost(f"the ranks cannot continue: {cause}")
+            self.lost = RankLost(f"the ranks cannot continue: {cause}\n")
         return cause if isinstance(cause, Exception) else error
 
 

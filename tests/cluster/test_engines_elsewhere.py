@@ -9,7 +9,7 @@ from fake_vllm_server import FakeServer
 from rank_helpers import run_ranks
 from sharded_helpers import as_streams, same_responses
 from test_engines_apart import ThreadedEngines, plan_for
-from test_ranked_generation import FAMILY, prompts, steps
+from test_ranked_generation import FAMILY, SAMPLING, prompts, steps
 from tiny_models import checkpoint, get_encoder, plain_model
 
 from mtrl.compose.policy import build_actor, make_forward
@@ -23,7 +23,7 @@ from mtrl.models.load_model import load_model
 from mtrl.models.state_dicts import exported_weights
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Weights
-from mtrl.utils.errors import StartError
+from mtrl.utils.errors import RunError, StartError
 
 OWN = Path(__file__).with_name("own_engines.py")
 SHARED_DEVICES = {"worker.hybrid_engine": True, "worker.rollout.n_gpus": None}
@@ -98,6 +98,29 @@ def test_ranks_sample_by_one_server_as_one_process_does(tmp_path, start):
         assert mine.keys() == theirs.keys()
         for name in mine:
             torch.testing.assert_close(mine[name], theirs[name], rtol=1e-5, atol=1e-6)
+
+
+def server_ends(ranks, plan):
+    """The ranks serve on after the failed calls."""
+    roles = build_roles(plan, ranks)
+    if not ranks.is_first:
+        return serve(ranks, roles)
+    worker_group = TorchrunWorkerGroup(ranks, roles)
+    generator, actor = make_generator(plan, worker_group), DistributedLearner(worker_group, "actor")
+    roles["engine"].generator.host.url = "http://127.0.0.1:1"  # nothing is there
+    said = []
+    for call in (lambda: generator.generate(prompts(), SAMPLING), lambda: generator.load(actor.publish())):
+        with pytest.raises(RunError) as raised, generator.resident():
+            call()
+        said.append(str(raised.value))
+    assert actor.publish().version == 0
+    worker_group.close()
+    return said
+
+
+def test_a_server_that_ends_leaves_ranks_that_can_save(tmp_path, start):
+    said, _ = run_ranks(2, server_ends, tmp_path, on_server(checkpoint(FAMILY), start().address))
+    assert len(said) == 2 and all("http://127.0.0.1:1 cannot be reached" in each for each in said)
 
 
 def fails_to_start(ranks, plan):

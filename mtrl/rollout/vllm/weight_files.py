@@ -64,7 +64,7 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtyp
             stored = tensor.detach().to("cpu", forms[name][0]).contiguous()
             assert tuple(stored.shape) == forms[name][1], f"{name} is {tuple(stored.shape)}, not {forms[name][1]}"
             file.seek(len(header) + places[name])
-            file.write(stored.reshape(-1).view(torch.uint8).numpy())
+            file.write(stored.reshape(-1).view(torch.uint8).numpy().data)
     os.replace(partial, target)
     return target
 
