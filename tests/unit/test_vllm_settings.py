@@ -141,6 +141,8 @@ def test_each_weight_is_read_once_in_order(tmp_path):
     weights = {"odd": torch.randn(3), "steps": torch.tensor([5, 7]), "flag": torch.tensor(True), "b": torch.randn(2, 5)}
     given = InTurn(weights)
     assert handover.count_bytes(given, torch.bfloat16) == 2 * 3 + 8 * 2 + 1 + 2 * 10
+    places = handover.make_header(handover.stored_forms(weights, torch.bfloat16))[1]
+    assert [places[name] % width for name, width in (("odd", 2), ("steps", 8), ("b", 2))] == [0, 0, 0]
     found = load_file(handover.write_weights(tmp_path, given, torch.bfloat16))
     assert not given.left and list(found) and found.keys() == weights.keys()
     for name, tensor in weights.items():
