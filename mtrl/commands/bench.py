@@ -29,7 +29,7 @@ from mtrl.bench.table import COMPUTE_KEY, PHASE_KEYS, make_report
 from mtrl.bench.workload import DTYPES, Workload
 from mtrl.commands.load_arguments import OptionParser, check_call, check_new_file, log_line, whole_number
 from mtrl.config import load_config, read_overrides, take_file
-from mtrl.config.unsupported import uses_several_processes
+from mtrl.config.unsupported import shards_models
 from mtrl.models.random_model import LONGEST
 from mtrl.utils.errors import StartError
 from mtrl.utils.files import write_file
@@ -115,8 +115,9 @@ def check_overrides(overrides: Sequence[str]) -> None:
         if key in OPTION_OF:
             raise StartError(f"{key}: {OPTION_OF[key]}")
     config = load_config(None, overrides)
-    if uses_several_processes(config):
-        raise StartError("mtrl bench measures one process on one device; leave out torchrun and settings for several")
+    if shards_models(config):
+        reason = "measures one process on one device; leave out torchrun, cpu_offload and settings for several"
+        raise StartError(f"mtrl bench {reason}")
     if config.engine_name == "vllm":  # it would need the weights on disk, and to ignore the end of a text
         raise StartError("worker.rollout.name: mtrl bench measures the local engine; leave it out")
 

@@ -260,6 +260,11 @@ def offloads_optimizer(config: Config) -> bool:
     return config.worker.actor.offload.offload_optimizer and not config.worker.actor.fsdp.cpu_offload
 
 
+def offloads_params(config: Config) -> bool:
+    """Whether the actor's weights are moved to make room. With `cpu_offload` they are in CPU memory all the time."""
+    return config.worker.actor.offload.offload_params and not config.worker.actor.fsdp.cpu_offload
+
+
 def make_update_batching(config: Config, on_gpu: bool, share_prefix: bool) -> MicroBatching:
     """How an update is split into micro-batches: by tokens, or by rows without `dynamic_batching`."""
     rows = config.worker.actor.micro_batch_size_per_device_for_update

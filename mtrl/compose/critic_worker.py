@@ -15,6 +15,7 @@ from mtrl.models.forward import Forward
 from mtrl.models.value_head import load_value_model
 from mtrl.training.resume import check_undamaged
 from mtrl.workers.critic import LocalCritic
+from mtrl.workers.offload import STAYING, StayingWeights
 
 KEY = "worker.critic.model.model_path"
 
@@ -24,7 +25,14 @@ def critic_path(config: Config) -> str:
     return config.worker.critic.model.model_path or model_path(config)
 
 
-def build_critic(config: Config, policy: Forward, encoder: TextEncoder, steps: int, model: Any = None) -> LocalCritic:
+def build_critic(
+    config: Config,
+    policy: Forward,
+    encoder: TextEncoder,
+    steps: int,
+    model: Any = None,
+    policy_weights: StayingWeights = STAYING,
+) -> LocalCritic:
     """Build a separate model that runs the same passes as the policy, with its own optimizer and schedule. `model` is
     used if it is loaded already."""
     path, on_gpu, ranks = critic_path(config), policy.backbone.device.type == "cuda", policy.backbone.ranks
@@ -39,6 +47,7 @@ def build_critic(config: Config, policy: Forward, encoder: TextEncoder, steps: i
         probe_batching=algorithm.make_probe_batching(config, on_gpu, policy.share_prefix).over(ranks),
         encoder_files=encoder_files(encoder, path),
         offload_optimizer=on_gpu and algorithm.offloads_optimizer(config),
+        policy_weights=policy_weights,
     )
 
 

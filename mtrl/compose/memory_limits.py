@@ -24,6 +24,7 @@ from mtrl.protocols import Generator
 from mtrl.types import Needs
 from mtrl.utils.terminal import say_at_once
 from mtrl.workers.learner import Learner
+from mtrl.workers.offload import STAYING, StayingWeights
 
 GIB = 2**30
 
@@ -107,6 +108,7 @@ def preflight_on_gpu(
     learners: Sequence[Learner],
     critic: Forward | None = None,
     pass_sizes: PassSizes | None = None,
+    weights: StayingWeights = STAYING,
 ) -> None:
     """Run each pass of a step once at the limits of the configuration, so that too large ones fail before the first
     step, and choose the layers that keep their activations. Not on a CPU, which is slow and can swap. Several ranks run
@@ -125,6 +127,7 @@ def preflight_on_gpu(
         states=plan.states,
         state_dtype=torch.uint8 if plan.eight_bit else None,
         offloaded=plan.offload_optimizer,
+        weights=weights,
     )
     backbone, sp_size = policy.backbone, policy.sp_group.size
     limits = make_limits(config, needs, on_gpu=True, share_prefix=policy.share_prefix)

@@ -35,7 +35,7 @@ from mtrl.models.parallel.fsdp import compute_device, full_tensor, is_sharded
 from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
 from mtrl.models.plain_check import start_plain_check
 from mtrl.models.state_dicts import checkpoint_weights, load_weights, save_model
-from mtrl.protocols import Generator, VideoSettings
+from mtrl.protocols import VideoSettings
 from mtrl.rollout.decode.engine import explain_unsupported_model, make_fastest_generator
 from mtrl.rollout.lifecycle import EngineLifecycle
 from mtrl.training.algorithm_spec import AlgorithmSpec
@@ -47,7 +47,7 @@ from mtrl.utils.plugin_registry import Registry
 from mtrl.utils.plugins import PluginError, load_user_object
 from mtrl.utils.terminal import say_at_once
 from mtrl.workers.actor import LocalActor
-from mtrl.workers.offload import OffloadedTensors
+from mtrl.workers.offload import STAYING, OffloadedWeights, StayingWeights
 from mtrl.workers.reference import Reference
 
 logger = logging.getLogger(__name__)
@@ -137,6 +137,7 @@ def check_undescribed(config: Config) -> None:
     training = config.training
     wrong = {
         "training.n_gpus_per_node": training.nnodes * training.n_gpus_per_node > 1,
+        "worker.actor.fsdp.cpu_offload": config.worker.actor.fsdp.cpu_offload,
         "worker.rollout.name": config.engine_name == "vllm",
         "training.record_attention_maps": training.record_attention_maps,
     }
@@ -322,7 +323,12 @@ def can_share_prefixes(backbone: Backbone) -> bool:
 
 
 def build_actor(
-    config: Config, policy: Forward, encoder: TextEncoder, steps: int, reference: Reference | None = None
+    config: Config,
+    policy: Forward,
+    encoder: TextEncoder,
+    steps: int,
+    reference: Reference | None = None,
+    weights: StayingWeights = STAYING,
 ) -> LocalActor:
     on_gpu, images, ranks = policy.backbone.device.type == "cuda", encoder.image_settings, policy.backbone.ranks
     model = policy.backbone.model
@@ -339,7 +345,14 @@ def build_actor(
         dropout_seed=algorithm.dropout_seed(config),
         offload_optimizer=on_gpu and algorithm.offloads_optimizer(config),
         offload_reference=on_gpu and config.worker.ref.offload_params and has_own_reference,
+        weights=weights,
     )
+
+
+def build_weights(config: Config, policy: Forward) -> StayingWeights:
+    """The policy's weights, which make room for other models if they are offloaded. On a CPU that would only copy."""
+    on_gpu = policy.backbone.device.type == "cuda"
+    return OffloadedWeights(policy.backbone.model) if on_gpu and algorithm.offloads_params(config) else STAYING
 
 
 def warn_about_large_lr(key: str, lr: float, model: Any) -> None:
@@ -370,18 +383,28 @@ def check_reference_to_sync(spec: AlgorithmSpec) -> None:
         raise ConfigError([f"worker.ref.sync_every: there is no reference to sync; {hint}"])
 
 
-def build_generator(config: Config, policy: Forward, encoder: TextEncoder, gets_weights: bool = False) -> Generator:
-    """Choose and build the rollout engine; `gets_weights`: it will be given new weights."""
+def build_generator(
+    config: Config,
+    policy: Forward,
+    encoder: TextEncoder,
+    gets_weights: bool = False,
+    weights: StayingWeights = STAYING,
+) -> EngineLifecycle:
+    """Choose and build the rollout engine; `gets_weights`: it will be given new weights. The policy's `weights` are on
+    the device while an engine samples from them, and make room for one that has its own."""
+    engine = _choose_generator(config, policy, encoder, gets_weights)
+    if weights is not STAYING:
+        engine.before_wake = weights.offload if config.engine_name == "vllm" else weights.onload
+    return engine
+
+
+def _choose_generator(config: Config, policy: Forward, encoder: TextEncoder, gets_weights: bool) -> EngineLifecycle:
     if ":" in config.engine_name:
         return build_own_engine(config, encoder, lambda: policy)[0]
     if config.engine_name == "vllm":
         from mtrl.compose.vllm_engine import build_vllm  # vLLM may not be installed
 
-        engine = build_vllm(config, model_path(config), policy, encoder, gets_weights)
-        if config.worker.actor.offload.offload_params and policy.backbone.device.type == "cuda":
-            weights = list(policy.backbone.model.parameters())
-            engine.offload_trainer = OffloadedTensors(lambda: weights, policy.backbone.device).offloaded
-        return engine
+        return build_vllm(config, model_path(config), policy, encoder, gets_weights)
     if config.engine_name == "auto" and gets_weights:
         why = explain_unsupported_model(policy.backbone)
         slow = f", without its fast path on a GPU ({why})" if why else ""

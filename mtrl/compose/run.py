@@ -22,6 +22,7 @@ from mtrl.compose.policy import (
     build_generator,
     build_policy,
     build_reference,
+    build_weights,
     check_reference_to_sync,
     check_signals_available,
     uses_own_attention,
@@ -30,12 +31,13 @@ from mtrl.compose.reward_scorer import build_scorer, warn_about_unmatched_answer
 from mtrl.compose.trackers import build_store, build_trackers
 from mtrl.config import Config, ConfigError, load_config, read_overrides, to_yaml
 from mtrl.config.paths import PYTHON_PREFIX
-from mtrl.config.unsupported import check_supported, uses_several_processes
+from mtrl.config.unsupported import check_supported, shards_models
 from mtrl.embedded.embedded_rows import CONFIG_FILE, CONFIG_FILES, packaged_config
 from mtrl.models.model_object import check_model_object
 from mtrl.models.perturb import PERTURBATIONS
 from mtrl.models.state_dicts import exported_weights
 from mtrl.protocols import Tracker
+from mtrl.rewards.scorer import RewardScorer
 from mtrl.tracking.record import TokenPieces
 from mtrl.tracking.run_files import read_history
 from mtrl.tracking.several import Trackers
@@ -50,6 +52,7 @@ from mtrl.training.validation import OnBatch, Result
 from mtrl.types import Weights
 from mtrl.utils.errors import explain_os_errors
 from mtrl.workers.reference import SyncedReference
+from mtrl.workers.reward_model_worker import RewardModelWorker
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +92,7 @@ def build(
     if worker_groups.is_follower():
         worker_groups.serve_first_rank()
         raise SystemExit(0)
-    ranked = uses_several_processes(config)
+    ranked = shards_models(config)
     with explain_os_errors(), ExitStack() as closing:
         training = config.training
         directory = closing.enter_context(claim(run_directory(config), config, training.fresh))
@@ -134,10 +137,10 @@ def build(
         check_reference_to_sync(spec)
         if loaded is None:
             workers = worker_groups.open_workers(worker_groups.WorkerPlan.make(config, steps, spec, directory.path))
-            closing.callback(workers.close)
             scorer.model = workers.reward_model
         else:
-            workers = build_local_workers(config, loaded, steps, spec)
+            workers = build_local_workers(config, loaded, steps, spec, scorer)
+        closing.callback(workers.close)
         interrupt = Interrupt()
         closing.callback(workers.generator.close)
         components = Components(
@@ -169,14 +172,19 @@ def build(
 
 
 def build_local_workers(
-    config: Config, loaded: LoadedModel, steps: int, spec: AlgorithmSpec
+    config: Config, loaded: LoadedModel, steps: int, spec: AlgorithmSpec, scorer: RewardScorer
 ) -> worker_groups.RunWorkers:
     """All workers in this process, around one model."""
     policy, encoder = loaded.policy, loaded.encoder
     reference = build_reference(policy, spec)
-    actor = build_actor(config, policy, encoder, steps, reference)
-    critic = build_critic(config, policy, encoder, steps) if "values" in spec.needs else None
-    generator = build_generator(config, policy, encoder, gets_weights=not config.training.val_only)
+    weights = build_weights(config, policy)
+    actor = build_actor(config, policy, encoder, steps, reference, weights)
+    critic = None
+    if "values" in spec.needs:
+        critic = build_critic(config, policy, encoder, steps, policy_weights=weights)
+    generator = build_generator(config, policy, encoder, not config.training.val_only, weights)
+    if isinstance(scorer.model, RewardModelWorker):
+        scorer.model.policy_weights = weights
     values = None if critic is None else critic.forward
     learners = [actor.learner] if critic is None else [actor.learner, critic.learner]
     return worker_groups.RunWorkers(
@@ -184,7 +192,10 @@ def build_local_workers(
         critic,
         SyncedReference(reference, policy) if reference and spec.sync_ref_every else None,
         generator,
-        preflight=lambda resumed: preflight_on_gpu(config, policy, generator, spec.needs, resumed, learners, values),
+        preflight=lambda resumed: preflight_on_gpu(
+            config, policy, generator, spec.needs, resumed, learners, values, weights=weights
+        ),
+        close=weights.close,
     )
 
 
@@ -207,8 +218,9 @@ def open_model(config: Config, given: GivenModel | None = None) -> LoadedModel:
 def check_given(config: Config, model: Any) -> None:
     """Raise for a model object that this configuration cannot train in place."""
     check_model_object(model)
-    if uses_several_processes(config):
-        raise ConfigError(["model: an object is trained in this process; for several, save it and pass the folder"])
+    if shards_models(config):
+        reason = "an object is trained in place; for several processes or cpu_offload, save it and pass the folder"
+        raise ConfigError([f"model: {reason}"])
     if config.worker.actor.model.peft_type is not None:
         raise ConfigError(["model: adapters (peft_type) need the name of their base; save it and pass the folder"])
 
@@ -236,8 +248,9 @@ def evaluate(
         raise ConfigError(
             ["dataset.val_files: there is no data to evaluate on; name a file (--data F, in Python val_data=)"]
         )
-    generator, scorer = build_generator(config, policy, encoder), build_scorer(config, 1, rewards)
-    with closing(scorer), closing(generator):
+    scorer, weights = build_scorer(config, 1, rewards), build_weights(config, policy)
+    generator = build_generator(config, policy, encoder, weights=weights)
+    with closing(scorer), closing(weights), closing(generator):
         if loaded is not None and not loaded.is_pristine:
             with generator.resident():
                 generator.load(Weights(0, exported_weights(loaded.model)))
@@ -245,7 +258,7 @@ def evaluate(
         spec = algorithm.make_algorithm(config, 1, rewards=needs, can_read_attention=can_read)
         check_signals_available(config, spec, can_read)
         needs_attention = "attention_mass" in spec.needs or config.optimization.compute_attention_metrics is True
-        prober = build_actor(config, policy, encoder, steps=1) if needs_attention else None
+        prober = build_actor(config, policy, encoder, steps=1, weights=weights) if needs_attention else None
         # Without a prober the engine has the device to itself and need not sleep between batches.
         with generator.resident() if prober is None else nullcontext(), observe(validation.prompts) as on_batch:
             return validation.run(generator, scorer, version=0, prober=prober, on_batch=on_batch)

@@ -22,6 +22,7 @@ from mtrl.compose.policy import (
     build_encoder,
     build_generator,
     build_own_engine,
+    build_weights,
     load_options,
     load_policy,
     make_forward,
@@ -29,6 +30,7 @@ from mtrl.compose.policy import (
 )
 from mtrl.compose.reward_scorer import build_reward_model
 from mtrl.config import Config, ConfigError
+from mtrl.config.unsupported import uses_several_processes
 from mtrl.data.hub import check_model_available
 from mtrl.distributed.dedicated_engines import SENDER, DedicatedEngine, DedicatedGenerator, Receive, WeightSender
 from mtrl.distributed.generator_proxy import (
@@ -45,7 +47,7 @@ from mtrl.distributed.learner_proxy import (
     WorkerHandle,
 )
 from mtrl.distributed.remote_proxy import RemoteProxy
-from mtrl.distributed.torchrun_group import TorchrunWorkerGroup, join_ranks, serve
+from mtrl.distributed.torchrun_group import SingleRankWorkerGroup, TorchrunWorkerGroup, join_ranks, serve
 from mtrl.memory.pass_sizes import PassSizes
 from mtrl.models.adapters import has_adapters, inject_adapters, quantize_base
 from mtrl.models.backbone import Backbone, explain_no_sequence_parallel
@@ -66,6 +68,7 @@ from mtrl.training.algorithm_spec import AlgorithmSpec
 from mtrl.training.resume import check_undamaged
 from mtrl.types import Needs, Weights
 from mtrl.utils.machine import started_by_torchrun
+from mtrl.workers.offload import StayingWeights
 from mtrl.workers.reference import Reference, SyncedReference
 
 LOGS, PASSES = "logs", "passes.json"  # in the run directory
@@ -115,10 +118,11 @@ def build_roles(plan: WorkerPlan, ranks: Ranks) -> dict[str, Any]:
     model = sharding.load_sharded(make_empty_policy(config), partial(load_policy, config, device="cpu"))
     policy = make_forward(config, encoder, model, replace(ranks, sp_group=sp_group))
     reference = shard_reference(config, policy, sharding) if plan.has_reference else None
-    actor = build_actor(config, policy, encoder, plan.steps, reference)
+    weights = build_weights(config, policy)
+    actor = build_actor(config, policy, encoder, plan.steps, reference, weights)
     roles: dict[str, Any] = {ACTOR: WorkerHandle(actor, returns_signals=sp_group.is_first)}
     if config.worker.hybrid_engine:
-        roles[ENGINE] = build_rank_engine(config, policy, encoder, actor.publish)
+        roles[ENGINE] = build_rank_engine(config, policy, encoder, actor.publish, weights)
     else:
         roles[SENDER] = WeightSender(actor.publish, DTYPES[settings.mixed_precision_dtype])
     learners = [actor.learner]
@@ -126,7 +130,7 @@ def build_roles(plan: WorkerPlan, ranks: Ranks) -> dict[str, Any]:
     if plan.has_critic:
         empty = empty_value_model(critic_path(config), **empty_model_options(config))
         values = sharding.load_sharded(empty, partial(load_critic, config, device="cpu"))
-        critic = build_critic(config, policy, encoder, plan.steps, values)
+        critic = build_critic(config, policy, encoder, plan.steps, values, weights)
         roles[CRITIC] = WorkerHandle(critic, returns_signals=sp_group.is_first)
         learners.append(critic.learner)
         value_forward = critic.forward
@@ -136,17 +140,18 @@ def build_roles(plan: WorkerPlan, ranks: Ranks) -> dict[str, Any]:
             pass_sizes.apply(learner)
     generator = roles[ENGINE].generator if ENGINE in roles else None
     run: Any = partial(preflight_on_gpu, config, policy, generator, plan.needs)
-    run = partial(run, learners=learners, critic=value_forward, pass_sizes=pass_sizes)
+    run = partial(run, learners=learners, critic=value_forward, pass_sizes=pass_sizes, weights=weights)
     roles[PREFLIGHT] = SimpleNamespace(run=run)  # makes the largest possible passes, on all ranks together
     if config.worker.reward.reward_type == "model":
         roles[REWARD] = build_reward_model(config, sharding)
+        roles[REWARD].policy_weights = weights
     if plan.syncs_reference and reference is not None:
         roles[REFERENCE] = WorkerHandle(SyncedReference(reference, policy))
     return roles
 
 
 def build_rank_engine(
-    config: Config, policy: Forward, encoder: TextEncoder, publish: Callable[[], Weights]
+    config: Config, policy: Forward, encoder: TextEncoder, publish: Callable[[], Weights], weights: StayingWeights
 ) -> EngineHandle:
     """A rank's own engine, or its part in the only one: a vLLM server."""
     build = partial(build_generator, config, encoder=encoder, gets_weights=True)
@@ -165,6 +170,8 @@ def build_rank_engine(
         generator = build(policy)
     if filled is not None and has_adapters(filled.model):
         publish = partial(publish_unmerged, publish, policy.backbone.model)
+    if config.worker.rollout.mode != "server":  # whose GPUs are its own
+        generator.before_wake = weights.offload
     engine = EngineHandle(generator, publish, copy)
     engine.wake()
     engine.load()
@@ -261,7 +268,7 @@ class RunWorkers:
 
 
 def open_workers(plan: WorkerPlan) -> RunWorkers:
-    """Starts the ranks by Ray, or joins those that torchrun has started."""
+    """Starts the ranks by Ray, or joins those that torchrun has started; a single rank is this process."""
     actor, reward_type = plan.config.worker.actor, plan.config.worker.reward.reward_type
     check_sequence_parallel(plan)
     group = open_worker_group(plan)
@@ -310,6 +317,8 @@ def open_worker_group(plan: WorkerPlan) -> WorkerGroup:
         ranks = join_ranks()
         ranks.broadcast_object(plan)
         return TorchrunWorkerGroup(ranks, build_roles(plan, ranks))
+    if not uses_several_processes(plan.config):
+        return SingleRankWorkerGroup(partial(build_roles, plan))
     from mtrl.distributed.ray_group import EnginePlacement, RayWorkerGroup  # it need not be installed
 
     assert plan.run_dir is not None

@@ -80,6 +80,11 @@ def find_warnings(config: Config) -> Iterator[str]:
         )
     if config.worker.actor.model.peft_type is not None:
         yield from _warn_about_adapters(config)
+    if config.worker.actor.fsdp.cpu_offload and config.worker.actor.offload.offload_params:
+        yield (
+            "worker.actor.offload.offload_params with worker.actor.fsdp.cpu_offload, which keeps the weights in CPU "
+            "memory all the time: offload_params changes nothing"
+        )
     rates = {"worker.actor.optim.lr": config.worker.actor.optim.lr}
     if config.estimator_name == "gae":
         rates["worker.critic.optim.lr"] = config.worker.critic.optim.lr

@@ -257,12 +257,14 @@ class FsdpConfig:
     param_rounding: Literal["none", "stochastic", "kahan"] = key(
         "none", "how bf16 weights take updates below their precision"
     )
-    cpu_offload: bool = key(False, "sharded weights in CPU memory, except for the current layer")
+    cpu_offload: bool = key(False, "weights, gradients, optimizer state in CPU memory, except for the current layer")
 
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    offload_params: bool = key(False, "weights in CPU memory while vLLM samples with its own copy")
+    offload_params: bool = key(
+        False, "weights in CPU memory while an engine with its own copy, a critic or a reward model works"
+    )
     offload_optimizer: bool = key(False, "optimizer state in CPU memory except for its steps; the critic's too")
 
 

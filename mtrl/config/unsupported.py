@@ -11,39 +11,16 @@ from mtrl.utils.machine import started_by_torchrun
 
 def find_unsupported(config: Config) -> list[str]:
     """Each setting that is on but not supported with the others, and what to set instead."""
-    worker = config.worker
-    rollout, fsdp = worker.rollout, worker.actor.fsdp
-    is_ranked, is_vllm = uses_several_processes(config), config.engine_name == "vllm"
+    rollout, is_vllm = config.worker.rollout, config.engine_name == "vllm"
     settings = {
-        "worker.actor.fsdp.cpu_offload is not supported with a single process; set it to false": (
-            fsdp.cpu_offload and not is_ranked
-        ),
-        "worker.actor.offload.offload_params is not supported with the local engine, which samples from these weights; "
-        "set it to false, or worker.rollout.name to vllm": (worker.actor.offload.offload_params and not is_vllm),
         "worker.rollout.engine_kwargs is not supported with the local engine; set it to {}, or worker.rollout.name to "
         "vllm": bool(rollout.engine_kwargs) and not is_vllm,
         "worker.rollout.tensor_parallel_size is not supported with a child process; set it to 1, or "
         "worker.rollout.mode to inprocess": (
             rollout.tensor_parallel_size > 1 and is_vllm and rollout.mode == "process"
         ),
-        "worker.actor.offload.offload_params is not supported with several processes; set it to false": (
-            is_ranked and is_vllm and worker.actor.offload.offload_params
-        ),
     }
-    if fsdp.cpu_offload and worker.actor.offload.offload_params:
-        answers = ("worker.actor.fsdp.cpu_offload", "worker.actor.offload.offload_params")
-        others = [message for message, is_on in settings.items() if is_on and not message.startswith(answers)]
-        return [_answer_offloads(is_ranked, is_vllm), *others]
     return [message for message, is_on in settings.items() if is_on]
-
-
-def _answer_offloads(is_ranked: bool, is_vllm: bool) -> str:
-    """Both keys move the weights. EasyR1's advice for little memory sets them together with offload_optimizer."""
-    both = "worker.actor.fsdp.cpu_offload and worker.actor.offload.offload_params both move the weights to CPU memory"
-    if is_ranked:
-        return f"{both}; set offload_params to false: cpu_offload moves gradients and optimizer state, too"
-    engine = "" if is_vllm else " and offload_params (unless worker.rollout.name is vllm)"
-    return f"{both}; with a single process set cpu_offload{engine} to false; offload_optimizer may stay"
 
 
 def find_missing_libraries(config: Config) -> list[str]:
@@ -71,9 +48,14 @@ def find_missing_libraries(config: Config) -> list[str]:
 
 
 def uses_several_processes(config: Config) -> bool:
-    """Whether the models are on ranks: those of torchrun, even a single one, or those that Ray starts."""
+    """Whether processes train together: those of torchrun, even a single one, or those that Ray starts."""
     processes = config.training.nnodes * config.training.n_gpus_per_node
     return processes > 1 or not config.worker.hybrid_engine or started_by_torchrun()
+
+
+def shards_models(config: Config) -> bool:
+    """Whether FSDP2 shards the models, over several processes or, with `cpu_offload`, over this one alone."""
+    return config.worker.actor.fsdp.cpu_offload or uses_several_processes(config)
 
 
 def check_supported(config: Config) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -30,14 +30,23 @@ Roles = Mapping[str, Any]  # the workers of a process, by role
 def join_ranks(store: dist.Store | None = None) -> Ranks:
     """This process among those that `torchrun` has started, by the variables that it sets; each uses its own GPU, if
     there are any. Ranks that Ray has started meet at their own `store`."""
-    backend = "cpu:gloo"
+    rank, size = (-1, -1) if store is None else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    return _join(store, rank, size)
+
+
+def join_single_rank() -> Ranks:
+    """This process as the only rank of a model that is sharded in a single process."""
+    return _join(dist.HashStore(), 0, 1)
+
+
+def _join(store: dist.Store | None, rank: int, size: int) -> Ranks:
+    backend = "gloo"
     if torch.cuda.is_available():
         local_rank, local_size = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         index, collectives = choose_device(local_rank, local_size, torch.cuda.device_count())
         torch.cuda.set_device(index)
         backend = f"cpu:gloo,cuda:{collectives}"
     if not dist.is_initialized():
-        rank, size = (-1, -1) if store is None else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=size)
     return all_ranks(TIMEOUT)
 
@@ -82,6 +91,24 @@ class TorchrunWorkerGroup:
             self.closed = True
             for ranks in (self.side_channel, self.ranks):
                 scatter_calls(ranks, [STOP] * self.size)
+
+
+class SingleRankWorkerGroup(TorchrunWorkerGroup):
+    """The only rank, in a process that may run again: closed, it leaves neither workers nor a process group."""
+
+    def __init__(self, build_roles: Callable[[Ranks], Roles]) -> None:
+        ranks = join_single_rank()
+        try:
+            super().__init__(ranks, build_roles(ranks))
+        except BaseException:
+            dist.destroy_process_group()
+            raise
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            self.roles = {}
+            dist.destroy_process_group()
 
 
 def serve(ranks: Ranks, roles: Roles) -> None:

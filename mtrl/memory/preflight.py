@@ -27,7 +27,7 @@ from mtrl.rollout.local import ROWS_AT_ONCE
 from mtrl.types import FinishReason, Medium, Needs, Prompt, Rollouts, Sampling, Task
 from mtrl.utils.errors import DeviceFull, StartError
 from mtrl.workers.micro_batches import MicroBatching
-from mtrl.workers.offload import parameter_pieces
+from mtrl.workers.offload import STAYING, StayingWeights, parameter_pieces
 
 GIB = 2**30
 ROWS_PER_BATCH = ROWS_PER_SLOT * ROWS_AT_ONCE
@@ -209,12 +209,13 @@ def preflight(
     states: int = ADAM_STATES,
     state_dtype: torch.dtype | None = None,
     offloaded: bool = False,
+    weights: StayingWeights = STAYING,
     only: Collection[str] = tuple(DOES_NOT_FIT),
     watch_update: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> dict[str, int]:
     """Run the passes once and return the peak bytes of each phase beyond those held before; `only` some phases.
-    `generator` is the engine of the run, asleep; None if dedicated engines sample. The update runs within
-    `watch_update`.
+    `generator` is the engine of the run, asleep; None if dedicated engines sample. The policy's `weights` are where the
+    step has them in each phase. The update runs within `watch_update`.
 
     If the optimizers have no states yet (the first step creates them), the memory of `states` numbers per weight is
     reserved meanwhile, in `state_dtype` or the weight's own; if they are `offloaded`, that of the largest piece during
@@ -250,6 +251,8 @@ def preflight(
                 each.train(name in ("update", "critic"))
             for parameter in learning:
                 parameter.grad = None
+            if name != "sample":  # `before_wake` places them for the engine
+                weights.offload() if name == "critic" else weights.onload()
             sampling = generator.resident() if generator is not None and name == "sample" else nullcontext()
             watch = watch_update() if name == "update" else nullcontext()
             with _explain_out_of_memory(name, device, savings), sampling, peak_memory(device) as peak, watch:

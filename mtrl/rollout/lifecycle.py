@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 from mtrl.types import Prompt, Rollouts, Sampling, Weights
 
@@ -26,7 +26,7 @@ class EngineLifecycle:
     """
 
     colocated = True  # False: it has its own devices, and samples while others compute
-    offload_trainer: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while the engine is awake
+    before_wake: Callable[[], object] = staticmethod(lambda: None)  # brings or offloads the trainer's weights
     _entered = 0  # open `resident` blocks
 
     @contextmanager
@@ -40,12 +40,12 @@ class EngineLifecycle:
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
-        with self.offload_trainer():
-            self.wake()
-            try:
-                yield
-            finally:
-                self.sleep()
+        self.before_wake()
+        self.wake()
+        try:
+            yield
+        finally:
+            self.sleep()
 
     @property
     def is_resident(self) -> bool:

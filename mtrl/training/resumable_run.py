@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -92,9 +93,7 @@ def train_with_restarts(config: Config, begin: Callable[[Config], Run]) -> Run:
     left = config.training.max_restarts
     while True:
         try:
-            run = begin(config)
-            run.train()
-            return run
+            return _trained(begin(config))
         except PassesCut as error:
             if started_by_torchrun():  # which ends all processes and restarts them
                 raise RunError(f"{error}the same command resumes from the last checkpoint") from error
@@ -105,3 +104,9 @@ def train_with_restarts(config: Config, begin: Callable[[Config], Run]) -> Run:
             say_at_once(f"{error}the run resumes from its last checkpoint ({left} more restarts)")
             left -= 1
         config = replace(config, training=replace(config.training, fresh=False))  # its directory exists now
+        gc.collect()  # the models of the lost attempt, if they were in this process
+
+
+def _trained(run: Run) -> Run:
+    run.train()
+    return run

@@ -25,7 +25,7 @@ from mtrl.types import Needs, Rollouts, Signals, TrainBatch, Weights
 from mtrl.utils.record_rows import map_tensors
 from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import Measure, MicroBatching
-from mtrl.workers.offload import OffloadedTensors
+from mtrl.workers.offload import STAYING, OffloadedTensors, StayingWeights
 from mtrl.workers.reference import Reference
 
 Result = TypeVar("Result")
@@ -52,12 +52,14 @@ class LocalActor:
         dropout_seed: int | None = None,
         offload_optimizer: bool = False,
         offload_reference: bool = False,
+        weights: StayingWeights = STAYING,
     ) -> None:
         self.forward, self.reference, self.ranks = forward, reference, forward.backbone.ranks
+        self.weights = weights  # those of `forward`
         self.offloaded_reference: OffloadedTensors | None = None
         if offload_reference and reference is not None:
-            weights = list(reference.forward.backbone.model.parameters())
-            self.offloaded_reference = OffloadedTensors(lambda: weights, forward.backbone.device)
+            theirs = list(reference.forward.backbone.model.parameters())
+            self.offloaded_reference = OffloadedTensors(lambda: theirs, forward.backbone.device)
             self.offloaded_reference.offload()
         self.perturbation, self.probe_batching = perturbation, probe_batching
         self.model = forward.backbone.model
@@ -102,6 +104,7 @@ class LocalActor:
 
     @torch.no_grad()
     def _probe_in_passes(self, rollouts: Rollouts, measure: Measure, views: int = 1) -> Signals:
+        self.weights.onload()
         batching = self.learner.limit_passes(self.probe_batching)
         return batching.probe(rollouts, lambda rows: run_forward(self.model, partial(measure, rows)), views)
 
@@ -111,6 +114,8 @@ class LocalActor:
 
     # ------------------------------------------------------------------------------------------------------ updating
     def update(self, batches: Iterable[TrainBatch], loss: Loss) -> dict[str, float]:
+        self.weights.onload()
+
         def learn() -> dict[str, float]:
             return self.learner.update(batches, lambda batch: self._loss(batch, loss))
 
@@ -118,6 +123,7 @@ class LocalActor:
 
     def gradient(self, batches: Iterable[TrainBatch], loss: Loss) -> list[Tensor]:
         """The gradient of an update, for comparisons; the weights stay as they are."""
+        self.weights.onload()
         work = partial(self.learner.gradient, batches, lambda batch: self._loss(batch, loss))
         return self._with_reference(work) if loss.full_divergence else work()
 
@@ -164,4 +170,5 @@ class LocalActor:
         return self.learner.snapshot(self.encoder_files)
 
     def restore(self, directory: Path) -> None:
+        self.weights.onload()  # the optimizer state goes where they are
         self.learner.restore(directory)

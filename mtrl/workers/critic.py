@@ -17,6 +17,7 @@ from mtrl.types import Needs, Rollouts, Signals, TrainBatch
 from mtrl.utils.record_rows import map_tensors
 from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.offload import STAYING, StayingWeights
 
 ADVICE = (
     "Lower worker.critic.optim.lr, look at the rewards for extreme values, or compute in fp32 "
@@ -36,8 +37,9 @@ class LocalCritic:
         probe_batching: MicroBatching,
         encoder_files: Mapping[str, bytes],
         offload_optimizer: bool = False,
+        policy_weights: StayingWeights = STAYING,
     ) -> None:
-        self.forward, self.probe_batching = forward, probe_batching
+        self.forward, self.probe_batching, self.policy_weights = forward, probe_batching, policy_weights
         self.model = forward.backbone.model
         self.learner = Learner(
             self.model,
@@ -54,6 +56,7 @@ class LocalCritic:
         """The value at every token, before any update of this step."""
         if "values" not in needs:
             return Signals()
+        self.policy_weights.offload()
         return self.learner.limit_passes(self.probe_batching).probe(rollouts, self._signals)
 
     @torch.no_grad()
@@ -62,6 +65,7 @@ class LocalCritic:
         return lambda: Signals(values=unpack(values, rollouts.mask).cpu())
 
     def update(self, batches: Iterable[TrainBatch], loss: ValueLoss) -> dict[str, float]:
+        self.policy_weights.offload()
         return self.learner.update(batches, lambda batch: self._loss(batch, loss))
 
     def _loss(self, batch: TrainBatch, loss: ValueLoss) -> tuple[Tensor, dict[str, Tensor]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mtrl.models.parallel.fsdp import local_tensor
+from mtrl.models.parallel.fsdp import COMPUTE_DEVICE, compute_device, local_tensor, view_weight_memory, weight_memory
 
 PIECE = 2**30  # bytes of weights whose optimizer state is on the device at once; a larger weight is a piece by itself
 ALIGNMENT = 512
@@ -35,16 +36,6 @@ class OffloadedTensors:
         finally:
             self.offload()
             self.empty_cache()
-
-    @contextmanager
-    def offloaded(self) -> Iterator[None]:
-        """In CPU memory inside the block, on the device afterwards."""
-        self.offload()
-        self.empty_cache()
-        try:
-            yield
-        finally:
-            self.onload()
 
     def onload(self) -> None:
         for tensor in self.tensors():
@@ -73,6 +64,54 @@ class OffloadedTensors:
             if self.device.type == "cuda" and self._buffers:
                 self._pinned.append(self._buffers[0].untyped_storage())
                 pin(self._pinned[-1], until=self)
+
+
+class StayingWeights:
+    """Weights of a model that stay on the device."""
+
+    is_offloaded = False
+
+    def onload(self) -> None:
+        """Before they are read."""
+
+    def offload(self) -> None:
+        """Before another model needs the device."""
+
+    def close(self) -> None:
+        """At the end of a run."""
+
+
+class OffloadedWeights(StayingWeights):
+    """Weights of a model that make room for other models, sharded over ranks or not. They stay where they are until
+    they are needed in the other place, so a phase that neither reads them nor needs their room costs nothing."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.tensors = OffloadedTensors(partial(weight_memory, model), compute_device(model))
+        self._had_device = hasattr(model, COMPUTE_DEVICE)
+        setattr(model, COMPUTE_DEVICE, self.tensors.device)
+
+    def onload(self) -> None:
+        if self.is_offloaded:
+            self._move(self.tensors.onload)
+
+    def offload(self) -> None:
+        if not self.is_offloaded:
+            self._move(self.tensors.offload)
+            self.tensors.empty_cache()
+
+    def _move(self, move: Callable[[], None]) -> None:
+        move()
+        view_weight_memory(self.model)
+        self.is_offloaded = not self.is_offloaded
+
+    def close(self) -> None:
+        self.onload()
+        if not self._had_device:
+            delattr(self.model, COMPUTE_DEVICE)
+
+
+STAYING = StayingWeights()
 
 
 def allocate_buffers(tensors: Sequence[Tensor]) -> list[Tensor]:

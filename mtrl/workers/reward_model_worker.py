@@ -10,6 +10,7 @@ import numpy as np
 from mtrl.models.reward_model import RewardModel
 from mtrl.types import Prompt, Rollouts
 from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.offload import STAYING, StayingWeights
 
 
 class RewardModelWorker:
@@ -19,9 +20,11 @@ class RewardModelWorker:
 
     def __init__(self, model: RewardModel, batching: MicroBatching) -> None:
         self.model, self.batching = model, batching
+        self.policy_weights: StayingWeights = STAYING
 
     def score(self, rollouts: Rollouts) -> list[float | str]:
         """The score of each response, or the reason why it has none."""
+        self.policy_weights.offload()
         results: dict[int, float | str] = {}
         for rows, counts in self.batching.passes(rollouts):
             readable, unreadable = self._encode(rollouts.rows(rows))

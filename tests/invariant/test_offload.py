@@ -2,30 +2,43 @@
 device here; the copies are made all the same. On a GPU: tests/gpu/test_offload_cuda.py."""
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from tiny_models import fresh_backbone, get_encoder
+from offload_helpers import PoisonedWeights
+from tiny_models import checkpoint, fresh_backbone, get_encoder, prompts_for
 from update_helpers import FULL_LOSS, copy_weights, full_batch, rollouts_for
 
+from mtrl.algorithms.value_loss import ValueLoss
 from mtrl.compose.algorithm import make_algorithm
-from mtrl.compose.policy import build_actor, build_encoder, build_generator, build_policy, build_reference
+from mtrl.compose.policy import (
+    build_actor,
+    build_encoder,
+    build_generator,
+    build_policy,
+    build_reference,
+    build_weights,
+)
 from mtrl.config import load_config
 from mtrl.models.adapters import AdapterSettings, add_adapters
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
+from mtrl.models.parallel.fsdp import COMPUTE_DEVICE
 from mtrl.models.perturb import Perturbation
+from mtrl.models.value_head import load_value_model
 from mtrl.rollout.lifecycle import EngineLifecycle
-from mtrl.types import Needs
+from mtrl.rollout.local import LocalGenerator
+from mtrl.types import Needs, Sampling
 from mtrl.workers import offload
 from mtrl.workers.actor import LocalActor
+from mtrl.workers.critic import LocalCritic
 from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
-from mtrl.workers.offload import OffloadedTensors
+from mtrl.workers.offload import STAYING, OffloadedTensors, OffloadedWeights
 from mtrl.workers.reference import Reference
+from mtrl.workers.reward_model_worker import RewardModelWorker
 
 FAMILY = "qwen2_5_vl"
 WHOLE_VOCABULARY = replace(FULL_LOSS, divergence="full")
@@ -140,19 +153,115 @@ def make_learner(weights, rounding, parks):
     return Learner(model, settings, MicroBatching(), name="", advice="", offload=parks)
 
 
-def test_weights_are_offloaded_while_an_engine_with_its_own_is_awake():
-    """As build_generator arranges it for vLLM on a GPU."""
-    model, engine = torch.nn.Linear(3, 3), EngineLifecycle()
-    offloaded = OffloadedTensors(lambda: list(model.parameters()), torch.device("cpu"))
-    engine.offload_trainer = offloaded.offloaded
-    before, numbers, seen = places(model.parameters()), model.weight.detach().clone(), []
-    engine.wake = lambda: seen.append(places(model.parameters()))
-    engine.sleep = lambda: seen.append(places(model.parameters()))
-    with engine.resident(), engine.resident():
-        kept = places(model.parameters())
-        assert torch.equal(model.weight, numbers), "they can be read there for the engine"
-    assert seen == [kept, kept] and set(kept).isdisjoint(before), "offloaded before it wakes, back when it sleeps"
-    assert set(places(model.parameters())).isdisjoint(kept) and torch.equal(model.weight, numbers)
+class OwnEngine(LocalGenerator):
+    """An engine with its own copy of the weights, as vLLM's; it records where the trainer's are."""
+
+    def __init__(self, weights):
+        super().__init__(fresh_backbone(FAMILY), get_encoder(FAMILY))
+        self.before_wake, self.trainer, self.seen = weights.offload, weights, []
+
+    def wake(self):
+        self.seen.append(self.trainer.is_offloaded)
+
+
+class Judge:
+    """A reward model that scores nothing and records where the policy's weights are."""
+
+    def __init__(self, weights):
+        self.weights, self.seen = weights, []
+
+    def encode(self, *_):
+        self.seen.append(getattr(self.weights, "is_offloaded", None))
+        raise ValueError("unreadable")
+
+    def resize_images(self, media):
+        return media
+
+
+def make_workers(weights_of, own_engine):
+    """Actor, critic, engine and reward model of a process, as build_local_workers arranges them."""
+    actor = make_actor(False)
+    weights = weights_of(actor.model)
+    actor.weights = weights
+    batching = {"update_batching": MicroBatching(), "probe_batching": MicroBatching()}
+    values = Forward(Backbone(load_value_model(checkpoint(FAMILY))), get_encoder(FAMILY))
+    critic = LocalCritic(values, OptimizerSettings(lr=1e-3), encoder_files={}, policy_weights=weights, **batching)
+    engine = OwnEngine(weights) if own_engine else LocalGenerator(actor.forward.backbone, get_encoder(FAMILY))
+    engine.before_wake = weights.offload if own_engine else weights.onload
+    judge = RewardModelWorker(Judge(weights), MicroBatching())
+    judge.policy_weights = weights
+    return actor, critic, engine, judge, weights
+
+
+def take_steps(workers, parts, steps=2):
+    """The phases of the loop, in its order; `parts`: the models that compute in addition to the actor."""
+    actor, critic, engine, judge, _ = workers
+    found = []
+    with engine.resident():
+        engine.load(actor.publish())
+    for step in range(steps):
+        with engine.resident():
+            rollouts = engine.generate(prompts_for(FAMILY), Sampling(n=2, max_new_tokens=6, step=step, version=step))
+        if "reward model" in parts:
+            judge.score(rollouts)
+        signals = actor.probe(rollouts, NEEDS, step)
+        found += [rollouts.tokens.tolist(), signals.old_logprobs.tolist(), signals.ref_logprobs.tolist()]
+        batch = full_batch(FAMILY)
+        if "critic" in parts:
+            found.append(critic.probe(rollouts, Needs("values"), step).values.tolist())
+            values = replace(batch, values=batch.old_logprobs, returns=batch.advantage)
+            found.append(critic.update([values], ValueLoss(0.5)))
+        found.append(actor.update([batch], FULL_LOSS))
+        with engine.resident():
+            engine.load(actor.publish())
+    return found, copy_weights(actor)
+
+
+BOTH = ("critic", "reward model")
+MOVES = [  # whether the engine has its own weights, the other models, and the moves before and in each step
+    (False, ("critic",), [], ["off", "on"]),
+    (False, BOTH, [], ["off", "on", "off", "on"]),  # the rewards are computed between generation and probe
+    (True, (), ["off"], ["on", "off"]),
+    (True, BOTH, ["off"], ["on", "off", "on", "off"]),  # the reward model finds the room that the engine had
+]
+
+
+@pytest.mark.parametrize(("own_engine", "parts", "before", "in_step"), MOVES)
+def test_weights_make_room_with_few_moves(own_engine, parts, before, in_step):
+    workers = make_workers(PoisonedWeights, own_engine)
+    found, weights = take_steps(workers, parts)
+    expected, wanted = take_steps(make_workers(lambda _: STAYING, own_engine), parts)
+    assert found == expected and same(weights, wanted)
+    *_, engine, judge, moved = workers
+    assert moved.moves == before + in_step * 2
+    assert not own_engine or all(engine.seen)
+    assert all(judge.model.seen) and bool(judge.model.seen) == ("reward model" in parts)
+    moved.close()
+    assert not moved.is_offloaded and same(copy_weights(workers[0]), wanted)
+    assert not hasattr(moved.model, COMPUTE_DEVICE)
+
+
+def test_a_checkpoint_is_written_while_the_weights_are_offloaded(tmp_path):
+    whole, half, other = make_actor(True), make_actor(True), make_actor(True)
+    half.weights, other.weights = PoisonedWeights(half.model), PoisonedWeights(other.model)
+    learn(half, 2)
+    half.weights.offload()
+    snapshot = half.snapshot()
+    snapshot.write(tmp_path)
+    other.weights.offload()
+    other.restore(tmp_path)
+    rows, weights = learn(other, 1)
+    expected, wanted = learn(whole, 3)
+    assert rows == expected[2:] and same(weights, wanted)
+
+
+def test_the_device_of_a_model_is_that_of_its_passes_while_it_is_offloaded():
+    """Batch sizes and the preflight go by it."""
+    backbone = fresh_backbone(FAMILY)
+    weights = OffloadedWeights(backbone.model)
+    weights.offload()
+    backbone.model.to("meta")
+    assert backbone.device == torch.device("cpu")
 
 
 def test_an_error_leaves_all_parked():
@@ -188,12 +297,19 @@ def test_the_keys_take_effect_if_there_is_a_device(monkeypatch):
     assert (given["offload_optimizer"], given["offload_reference"]) == (True, True)
 
 
-def test_weights_make_room_for_vllm(monkeypatch):
-    keys = {"worker.actor.offload.offload_params": True, "worker.rollout.name": "vllm"}
-    config = load_config(None, keys)
+@pytest.mark.parametrize("engine", ["vllm", "local"])
+def test_weights_make_room_on_a_gpu_alone(engine, monkeypatch):
+    config = load_config(None, {"worker.actor.offload.offload_params": True, "worker.rollout.name": engine})
     encoder, policy = build_policy(config, build_encoder(config))
     monkeypatch.setattr("mtrl.compose.vllm_engine.build_vllm", lambda *_: EngineLifecycle())
-    assert build_generator(config, policy, encoder).offload_trainer is nullcontext, "on a CPU there is nothing to do"
+    assert build_weights(config, policy) is STAYING, "on a CPU there is nothing to do"
+    assert build_generator(config, policy, encoder).before_wake is EngineLifecycle.before_wake
+    weights = OffloadedWeights(policy.backbone.model)
+    before_wake = build_generator(config, policy, encoder, weights=weights).before_wake
+    assert before_wake == (weights.offload if engine == "vllm" else weights.onload)
     monkeypatch.setattr(type(policy.backbone), "device", torch.device("cuda"))
-    offloaded = build_generator(config, policy, encoder).offload_trainer.__self__
-    assert places(offloaded.tensors()) == places(policy.backbone.model.parameters())
+    found = build_weights(config, policy)
+    assert places(found.tensors.tensors()) == places(policy.backbone.model.parameters())
+    fsdp = replace(config.worker.actor.fsdp, cpu_offload=True)
+    always = replace(config, worker=replace(config.worker, actor=replace(config.worker.actor, fsdp=fsdp)))
+    assert build_weights(always, policy) is STAYING

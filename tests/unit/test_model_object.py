@@ -144,7 +144,8 @@ def test_conversions_are_reported(tmp_path, caplog):
         (lambda model: setattr(model, "is_quantized", True), {}, "its weights are quantized"),
         (lambda model: model.model.visual.to("meta"), {}, "its weights are on cpu, meta"),
         (lambda model: setattr(model.config, "model_type", "t5"), {}, "is of the family 't5'"),
-        (lambda model: None, {"n_gpus_per_node": 2}, "an object is trained in this process"),
+        (lambda model: None, {"n_gpus_per_node": 2}, "an object is trained in place"),
+        (lambda model: None, {"cpu_offload": True}, "an object is trained in place; for several processes or cpu_off"),
         (lambda model: None, {"peft_type": "lora"}, "adapters .peft_type. need the name of their base"),
     ],
 )

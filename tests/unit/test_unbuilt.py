@@ -14,7 +14,7 @@ from mtrl.algorithms.credit.registry import RULES
 from mtrl.algorithms.losses import POLICY_LOSSES
 from mtrl.compose.algorithm import SWITCHES
 from mtrl.compose.policy import FORWARD_KEYS
-from mtrl.config import Config, ConfigError, load_config
+from mtrl.config import Config, ConfigError, find_warnings, load_config
 from mtrl.config.tree import known_leaves
 from mtrl.config.unsupported import check_supported, find_unsupported
 from mtrl.embedded.embedded_rows import CONFIG_FILE
@@ -23,17 +23,12 @@ from mtrl.rewards.builtin_names import REWARDS
 PACKAGE = Path(mtrl.__file__).parent
 
 REFUSED = {  # text in the message: the overrides
-    "worker.actor.fsdp.cpu_offload": {"worker.actor.fsdp.cpu_offload": True},
-    "worker.actor.offload.offload_params": {"worker.actor.offload.offload_params": True},
     "worker.rollout.engine_kwargs": {"worker.rollout.engine_kwargs": {"max_num_seqs": 8}},
     "worker.rollout.tensor_parallel_size is not supported with a child process": {
         "worker.rollout.name": "vllm",
         "worker.rollout.mode": "process",
         "worker.rollout.tensor_parallel_size": 2,
         "training.n_gpus_per_node": 2,
-    },
-    "worker.actor.offload.offload_params is not supported with several": {
-        "worker.rollout.name": "vllm", "worker.actor.offload.offload_params": True, "training.n_gpus_per_node": 2
     },
 }  # fmt: skip
 
@@ -64,29 +59,21 @@ def test_all_algorithms_are_supported():
 
 
 def test_several_are_reported_together():
-    config = load_config(None, {"worker.actor.fsdp.cpu_offload": True, "worker.rollout.engine_kwargs": {"seed": 1}})
+    config = load_config(None, {"worker.rollout.mode": "process", "worker.rollout.engine_kwargs": {"seed": 1}})
     with pytest.raises(ConfigError) as caught:
         check_supported(config)
     assert len(caught.value.errors) == 2
 
 
-@pytest.mark.parametrize(
-    "more, answer",
-    [
-        ({}, "set cpu_offload and offload_params (unless worker.rollout.name is vllm) to false"),
-        ({"worker.rollout.name": "vllm"}, "with a single process set cpu_offload to false"),
-        ({"worker.rollout.name": "vllm", "training.n_gpus_per_node": 2}, "set offload_params to false"),
-    ],
-)
-def test_all_offloads_together_get_one_answer_that_is_supported(more, answer):
+@pytest.mark.parametrize("more", [{}, {"worker.rollout.name": "vllm"}, {"training.n_gpus_per_node": 2}])
+def test_all_offloads_together_are_accepted_with_one_line(more):
     """As EasyR1 advises for little memory."""
     keys = ["worker.actor.fsdp.cpu_offload", "worker.actor.offload.offload_params"]
-    offloads = dict.fromkeys([*keys, "worker.actor.offload.offload_optimizer"], True)
-    (line,) = find_unsupported(load_config(None, {**offloads, **more}))
-    assert answer in line and all(key in line for key in keys)
-    ranked, vllm = "training.n_gpus_per_node" in more, "worker.rollout.name" in more
-    followed = {keys[0]: ranked, keys[1]: vllm and not ranked}
-    assert find_unsupported(load_config(None, {**offloads, **more, **followed})) == []
+    config = load_config(None, dict.fromkeys([*keys, "worker.actor.offload.offload_optimizer"], True) | more)
+    assert find_unsupported(config) == []
+    (line,) = [each for each in find_warnings(config) if "offload" in each]
+    assert all(key in line for key in keys) and "offload_params changes nothing" in line
+    assert not any("offload" in each for each in find_warnings(load_config(None, {keys[1]: True, **more})))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +117,12 @@ def test_all_offloads_together_get_one_answer_that_is_supported(more, answer):
         {"worker.reward.reward_type": "model", "worker.reward.model_path": "x", "training.n_gpus_per_node": 2},
         {"worker.actor.model.peft_type": "lora"},
         {"worker.actor.model.peft_type": "qlora", "training.n_gpus_per_node": 2},
+        {"worker.actor.fsdp.cpu_offload": True},
         {"worker.actor.fsdp.cpu_offload": True, "training.n_gpus_per_node": 2},
+        {"worker.actor.offload.offload_params": True},
+        {"worker.actor.offload.offload_params": True, "worker.rollout.name": "vllm"},
+        {"worker.actor.offload.offload_params": True, "training.n_gpus_per_node": 2},
+        {"worker.actor.offload.offload_params": True, "worker.rollout.name": "vllm", "training.nnodes": 2},
         {"worker.actor.offload.offload_optimizer": True, "worker.ref.offload_params": True, "training.nnodes": 2},
         {"worker.actor.fsdp.param_dtype": "bf16", "worker.actor.fsdp.param_rounding": "kahan", "training.nnodes": 2},
         {"worker.actor.optim.name": "adamw_8bit", "worker.critic.optim.name": "adamw_8bit", "training.nnodes": 2},

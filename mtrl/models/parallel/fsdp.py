@@ -168,6 +168,29 @@ def reshard(model: nn.Module) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ sharded tensors
+def weight_memory(model: nn.Module) -> list[Tensor]:
+    """The tensors whose memory holds a model's weights. Sharded ones are padded on the last ranks."""
+    if not is_sharded(model):
+        return list(model.parameters())
+    return [parameter._sharded_param_data for parameter in _fsdp_parameters(model)]
+
+
+def view_weight_memory(model: nn.Module) -> None:
+    """Makes the parameters of a sharded model views on its `weight_memory` again, after that has moved. (FSDP itself
+    does so when `module.to` has moved the parameters, but it copies the padded ones for that.)"""
+    for parameter in _fsdp_parameters(model):
+        local, dim = parameter.sharded_param._local_tensor, parameter.fsdp_placement.dim
+        padded = parameter._sharded_param_data.view(parameter.padded_sharded_param_size)
+        local.data = padded.narrow(dim, 0, local.shape[dim] if local.numel() else 0)
+
+
+def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                yield from group.fsdp_params
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """A tensor gathered from all ranks if it is sharded; all of them must call this. Shards in CPU memory are gathered
     through the devices, which is faster."""
