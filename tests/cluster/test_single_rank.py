@@ -1,0 +1,67 @@
+"""`worker.actor.fsdp.cpu_offload` on one process, which becomes the only rank: the run of the plain process, bitwise,
+resumed after an error too."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from run_helpers import read_metrics, tiny_settings
+from safetensors.torch import load_file
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+import mtrl
+from mtrl.config import read_overrides
+from mtrl.models.parallel import fsdp
+
+pytestmark = [
+    pytest.mark.slow,  # three runs
+    pytest.mark.skipif(os.environ.get("OMP_NUM_THREADS") != "1", reason="as in the other tests of ranks"),
+]
+
+STEPS = 2
+OFFLOADS = {
+    "worker.actor.fsdp.cpu_offload": True,
+    "worker.actor.offload.offload_params": True,
+    "worker.actor.offload.offload_optimizer": True,
+}
+
+
+class FailsAfter(mtrl.Callback):
+    def __init__(self, step):
+        self.last = step
+
+    def metrics(self, step, metrics):
+        if step == self.last:
+            raise ValueError("the first attempt ends here")
+
+
+def trainer(output, settings, callbacks=()):
+    keys = read_overrides(tiny_settings()) | {
+        "training.output_dir": str(output), "training.max_steps": STEPS, "training.val_freq": -1,
+        "training.val_before_train": False, "training.save_freq": 1, "optimization.disable_divergence": False,
+        "optimization.advantage_estimator": "gae", **settings,
+    }  # fmt: skip
+    return mtrl.Trainer(callbacks=callbacks, **keys)
+
+
+def test_a_single_rank_trains_as_the_plain_process(tmp_path, monkeypatch):
+    policies = []
+    shard = fsdp.fully_shard
+    monkeypatch.setattr(fsdp, "fully_shard", lambda unit, **o: policies.append(o["offload_policy"]) or shard(unit, **o))
+    plain = trainer(tmp_path / "plain", {}).train()
+    assert not policies
+    with pytest.raises(Exception, match="the first attempt ends here"):
+        trainer(tmp_path / "offloaded", OFFLOADS, [FailsAfter(1)]).train()
+    assert not dist.is_initialized(), "it leaves no process group"
+    offloaded = trainer(tmp_path / "offloaded", OFFLOADS).train()
+    assert policies and all(isinstance(policy, CPUOffloadPolicy) for policy in policies)
+    assert not dist.is_initialized()
+    found, expected = read_metrics(offloaded), read_metrics(plain)
+    assert found.keys() == expected.keys() and len(found) >= STEPS
+    for place, row in expected.items():
+        assert found[place] == row, place
+    for file in ("model.safetensors", "trainer/optimizer.safetensors"):
+        weights, others = (load_file(run / f"checkpoints/step_{STEPS}" / file) for run in (plain, offloaded))
+        assert weights.keys() == others.keys()
+        assert all(torch.equal(others[name], weight) for name, weight in weights.items()), file
