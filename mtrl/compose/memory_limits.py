@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -11,6 +12,7 @@ import torch
 from mtrl.compose import algorithm
 from mtrl.compose.critic_worker import critic_path
 from mtrl.config import Config
+from mtrl.config.unsupported import find_unsupported
 from mtrl.memory.kept_layers import KeepableLayers, choose_kept_layers, full_speed_tokens
 from mtrl.memory.pass_sizes import PassSizes, fit_passes
 from mtrl.memory.plan import Plan, list_savings
@@ -57,6 +59,7 @@ def make_plan(config: Config, on_gpu: bool) -> Plan:
     share_prefix = actor.share_prefix and (own_attention or attention == "eager")
     optimizers = [actor.optim, config.worker.critic.optim] if "values" in spec.needs else [actor.optim]
     limits, split = make_limits(config, spec.needs, on_gpu, share_prefix), make_split(config)
+    offloaded = with_cpu_offload(config)
     return Plan(
         limits=limits if split is None else limits.on_each(split.ranks, sp_size=1),
         split=split,
@@ -75,6 +78,8 @@ def make_plan(config: Config, on_gpu: bool) -> Plan:
         reward_model_parameters=reward_model_parameters(reward.model_path, trusted) if reward.model_path else 0,
         states=ADAM_STATES + (actor.fsdp.param_rounding == "kahan"),
         eight_bit=all(optim.name == "adamw_8bit" for optim in optimizers),
+        offloaded_split=None if find_unsupported(offloaded) else make_split(offloaded),
+        offload_weights=on_gpu and algorithm.offloads_params(config),
         offload_optimizer=on_gpu and algorithm.offloads_optimizer(config),
         offload_reference=on_gpu and config.worker.ref.offload_params and spec.reads_reference,
         reference_in_update=spec.loss.full_divergence,
@@ -84,11 +89,11 @@ def make_plan(config: Config, on_gpu: bool) -> Plan:
 
 
 def make_split(config: Config) -> Split | None:
-    """How the models are sharded over ranks. With sequence parallelism a pass has as many times the tokens, so that
-    each rank holds as much as it would alone."""
+    """How the models are sharded over ranks, or over one. With sequence parallelism a pass has as many times the
+    tokens, so that each rank holds as much as it would alone."""
     training, fsdp = config.training, config.worker.actor.fsdp
     world = training.nnodes * training.n_gpus_per_node
-    if world == 1:
+    if world == 1 and not fsdp.cpu_offload:
         return None
     return Split(
         ranks=world // config.worker.actor.ulysses_size,
@@ -97,6 +102,12 @@ def make_split(config: Config) -> Split | None:
         cpu_offload=fsdp.cpu_offload,
         own_engine=config.worker.hybrid_engine and config.engine_name != "vllm",
     )
+
+
+def with_cpu_offload(config: Config) -> Config:
+    actor = config.worker.actor
+    offloaded = replace(actor, fsdp=replace(actor.fsdp, cpu_offload=True))
+    return replace(config, worker=replace(config.worker, actor=offloaded))
 
 
 def preflight_on_gpu(

@@ -41,7 +41,11 @@ MEASURED_LAYERS = 12  # language model and vision tower: up to so many are measu
 PHASES = ("sample", "probe", "update")
 MOMENTS = {"vision": "vision tower", "text": "language model", "score": "log-probs", "end": "end of backward"}
 
-REFERENCE, OPTIMIZER = "weights of the reference", ("optimizer state", "optimizer state of the critic")
+WEIGHTS, REFERENCE, OPTIMIZER = (
+    "weights",
+    "weights of the reference",
+    ("optimizer state", "optimizer state of the critic"),
+)
 OPTIMIZER_PIECE = "optimizer state, a piece at a time"
 
 Moments = dict[str, dict[str, int]]  # bytes by phase and moment
@@ -76,27 +80,31 @@ def estimate(config: Any, plan: Plan, wanted: Collection[str] = PHASES) -> Memor
     """Estimate the memory of a run. `config` is the model's; phases that are not `wanted` are skipped."""
     fake = FakeModel(config, plan)
     size = model_size(fake.model)
+    four_bit = [each.weight for each in layer_projections(fake.model)] if plan.four_bit else []
+    packed = [weight.numel() for weight in four_bit]
     critic: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     if plan.critic is not None:  # all its weights learn, also next to an actor with adapters
         critic = critic_tensors(FakeModel(plan.critic, replace(plan, adapters=None)).model)
+    always, offloaded = split_offloaded(count_held(size, plan, *critic, packed=packed), plan)
+    weights = {name: nbytes for name, nbytes in offloaded.items() if name == WEIGHTS}
     moments, method = measure(fake, plan, wanted)
     gradients = {"gradients": count_bytes(local_sizes(size.learning, plan), plan)}
     passes = {phase: list(map(activation_part, peaks.items())) for phase, peaks in moments.items()}
     # The first pass of an update creates the gradients, which exist at its end; the second pass starts with them.
     at_end = [activation_part(("end", moments["first"]["end"]))] if "first" in moments else []
     with_gradients = [gradients | parts for parts in [*at_end, *passes.get("second", [])]]
+    of_critic = []
     if plan.critic is not None:  # it learns before the actor, in the same passes without the vocabulary
         unscored = [activation_part(each) for each in moments.get("second", {}).items() if each[0] != "score"]
         critic_gradients = {"gradients of the critic": count_bytes(local_sizes(critic[1], plan), plan)}
-        with_gradients += [critic_gradients | parts for parts in unscored]
+        of_critic = [critic_gradients | parts for parts in unscored]
+    own_engine = plan.split is not None and plan.split.own_engine  # vLLM's copy, which is not known, is no larger
+    sampling = add_engine(fake, plan, passes.get("sample", []))
     candidates = {
-        "sample": add_engine(fake, plan, passes.get("sample", [])),
-        "probe": passes.get("probe", []),
-        "update": [*passes.get("first", []), *with_gradients],
+        "sample": [({} if own_engine else weights) | parts for parts in sampling],
+        "probe": [weights | parts for parts in passes.get("probe", [])],
+        "update": [*(weights | parts for parts in [*passes.get("first", []), *with_gradients]), *of_critic],
     }
-    four_bit = [each.weight for each in layer_projections(fake.model)] if plan.four_bit else []
-    packed = [weight.numel() for weight in four_bit]
-    always, offloaded = split_offloaded(count_held(size, plan, *critic, packed=packed), plan)
     gathered = count_gathered(fake, plan, four_bit)
     piece = plan.states * max(PIECE, plan.weight_bytes * max((0, *local_sizes((*size.learning, *critic[1]), plan))))
     phases = {}
@@ -142,7 +150,7 @@ def count_held(
         engine = adapters + count_bytes(plain, plan, plan.compute_bytes) if packed else merged
     return _nonzero(
         {
-            "weights": weights,
+            WEIGHTS: weights,
             "weights of the engine": engine,
             "one dequantized weight": max(packed, default=0) * plan.compute_bytes,
             REFERENCE: weights if plan.reference else 0,
@@ -173,13 +181,15 @@ def count_gathered(fake: FakeModel, plan: Plan, whole: Collection[Tensor] = ()) 
 def split_offloaded(held: Parts, plan: Plan) -> tuple[Parts, Parts]:
     """Separate what is always on the device from what is offloaded to CPU memory between its uses."""
     names = {*(OPTIMIZER if plan.offload_optimizer else ()), *([REFERENCE] if plan.offload_reference else ())}
+    names |= {WEIGHTS} if plan.offload_weights else set()
     offloaded = {name: size for name, size in held.items() if name in names}
     return {name: size for name, size in held.items() if name not in names}, offloaded
 
 
 def onloaded_in(phase: str, offloaded: Parts, plan: Plan, piece: int) -> Parts:
-    """What a phase copies back from CPU memory. The optimizer's state comes one piece at a time, learner after learner,
-    when activations are gone: counting it with them is an upper bound."""
+    """What a phase copies back from CPU memory, except the weights: not all of its moments need them. The optimizer's
+    state comes one piece at a time, learner after learner, when activations are gone: counting it with them is an upper
+    bound."""
     reads = {"probe": REFERENCE, "update": REFERENCE if plan.reference_in_update else None}
     here = {name: size for name, size in offloaded.items() if name == reads.get(phase)}
     states = [min(piece, size) for name, size in offloaded.items() if name in OPTIMIZER]
@@ -291,6 +301,8 @@ def estimate_peak(config: Any, plan: Plan, changed: Plan, estimated: MemoryEstim
     """The peak of a smaller plan. Only phases that may be the fullest are estimated again: none grows."""
     if replace(changed, reference=plan.reference) == plan and REFERENCE in estimated.held:
         return estimated.peak_bytes - estimated.held[REFERENCE]
+    if changed.offload_weights != plan.offload_weights:  # they move from what is held to phases, which grow
+        return estimate(config, changed).peak_bytes
     offload: Any = {"offload_optimizer": plan.offload_optimizer, "offload_reference": plan.offload_reference}
     if replace(changed, **offload) == plan:
         held, offloaded = split_offloaded(estimated.held, changed)

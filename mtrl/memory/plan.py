@@ -35,11 +35,13 @@ class Plan:
     critic: Any = None  # config of the critic's model, if any
     states: int = ADAM_STATES  # numbers per trainable weight in the optimizer
     eight_bit: bool = False  # one byte for each of them; otherwise as wide as the weights
+    offload_weights: bool = False  # in CPU memory while others compute: an engine with its own copy, a critic
     offload_optimizer: bool = False  # in CPU memory except for the updates
     offload_reference: bool = False  # in CPU memory except while it is read
     reference_in_update: bool = False
     trust_remote_code: bool = False
     split: Split | None = None  # over ranks; the estimate is for one of them
+    offloaded_split: Split | None = None  # the same with `cpu_offload`; None if that is not supported
 
     @property
     def frozen_dtype(self) -> str:
@@ -75,6 +77,7 @@ def list_savings(plan: Plan) -> dict[str, Plan]:
     fewer, ranks = max(1, limits.prompts // 4), 1 if plan.split is None else plan.split.ranks
     per_update = math.gcd(fewer, limits.prompts_per_update)  # a step is cut into whole optimizer steps
 
+    is_offloaded = plan.split is not None and plan.split.cpu_offload
     all_layers = plan if plan.checkpointing == "auto" else replace(plan, checkpointing=True)  # auto does so anyway
 
     def within(**changed: Any) -> Plan:
@@ -83,6 +86,7 @@ def list_savings(plan: Plan) -> dict[str, Plan]:
     plans = {
         "optimization.disable_divergence=true": replace(plan, reference=False),
         "optimization.advantage_estimator=reinforce_plus_plus": replace(plan, critic=None),
+        "worker.actor.offload.offload_params=true": replace(plan, offload_weights=plan.on_gpu and not is_offloaded),
         "worker.actor.offload.offload_optimizer=true": replace(plan, offload_optimizer=plan.on_gpu),
         "worker.ref.offload_params=true": replace(plan, offload_reference=plan.on_gpu and plan.reference),
         "worker.actor.fsdp.cpu_offload=true": offload_shards(plan),
@@ -103,6 +107,6 @@ def list_savings(plan: Plan) -> dict[str, Plan]:
 
 def offload_shards(plan: Plan) -> Plan:
     """The plan with sharded weights, gradients and optimizer state in CPU memory; on a CPU they are there anyway."""
-    if plan.split is None or not plan.on_gpu:
+    if plan.offloaded_split is None or not plan.on_gpu:
         return plan
-    return replace(plan, split=replace(plan.split, cpu_offload=True), offload_optimizer=False)
+    return replace(plan, split=plan.offloaded_split, offload_optimizer=False, offload_weights=False)

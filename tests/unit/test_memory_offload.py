@@ -3,15 +3,28 @@
 from dataclasses import replace
 
 import pytest
-from tiny_models import fresh_backbone, get_encoder
+from offload_helpers import PoisonedWeights
+from tiny_models import checkpoint, fresh_backbone, get_encoder
 
 from mtrl.compose.memory_limits import make_plan
 from mtrl.config import load_config
-from mtrl.memory.estimate import MemoryEstimate, count_held, estimate_peak, onloaded_in, split_offloaded
+from mtrl.memory.estimate import (
+    MemoryEstimate,
+    count_held,
+    estimate,
+    estimate_peak,
+    onloaded_in,
+    split_offloaded,
+)
+from mtrl.memory.fake_model import FakeModel
 from mtrl.memory.plan import Plan, list_savings
 from mtrl.memory.preflight import Limits, preflight
+from mtrl.memory.shard_sizes import Split
+from mtrl.models.backbone import Backbone
+from mtrl.models.families import load_model_config
 from mtrl.models.forward import Forward
-from mtrl.models.model_size import ModelSize
+from mtrl.models.model_size import ModelSize, model_size
+from mtrl.models.value_head import load_value_model
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Needs, Sampling
 from mtrl.workers import offload
@@ -74,6 +87,87 @@ def test_the_keys_are_in_the_plan():
     assert (plan.offload_optimizer, plan.offload_reference, plan.states) == (True, True, 3)
     plan = make_plan(load_config(None, keys | {"optimization.disable_divergence": True}), on_gpu=True)
     assert not plan.offload_reference, "there is none"
+
+
+def config_for(**overrides):
+    keys = {
+        "worker.actor.model.model_path": str(checkpoint("qwen2")), "worker.rollout.name": "local",
+        "optimization.disable_divergence": False,
+    }  # fmt: skip
+    return load_config(None, keys | overrides)
+
+
+def estimated(**overrides):
+    config = config_for(**overrides)
+    return estimate(load_model_config(str(checkpoint("qwen2"))), make_plan(config, on_gpu=True))
+
+
+@pytest.fixture
+def by_hand(monkeypatch):
+    """Activations that need no passes: the update's are the largest, and the log-probs' are small."""
+    moments = {"sample": {"text": 50}, "probe": {"text": 60}, "first": {"end": 10}, "second": {"text": 900, "score": 8}}
+    monkeypatch.setattr("mtrl.memory.estimate.measure", lambda fake, plan, wanted: (moments, "by hand"))
+
+
+PARAMS, CPU_OFFLOAD = {"worker.actor.offload.offload_params": True}, {"worker.actor.fsdp.cpu_offload": True}
+
+
+@pytest.mark.usefixtures("by_hand")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_count_in_the_phases_that_read_them(ranks):
+    plain, moved = (estimated(**{"training.n_gpus_per_node": ranks, **keys}) for keys in ({}, PARAMS))
+    weights = plain.held["weights"]
+    assert moved.held == {name: size for name, size in plain.held.items() if name != "weights"}
+    for phase, parts in plain.phases.items():
+        reads = phase != "sample" or ranks == 1  # on ranks the engine has its own copy
+        assert moved.phases[phase] == ({"weights": weights} if reads else {}) | parts
+    assert moved.peak_bytes == plain.peak_bytes if ranks == 1 else moved.peak_bytes <= plain.peak_bytes
+
+
+@pytest.mark.usefixtures("by_hand")
+def test_a_critic_learns_without_the_weights_of_the_actor():
+    """Next to adapters its gradients are the largest part of an update."""
+    adapters = {"worker.actor.model.peft_type": "lora", "optimization.advantage_estimator": "gae"}
+    plain, moved = estimated(**adapters), estimated(**adapters, **PARAMS)
+    assert "gradients of the critic" in plain.phases["update"] and moved.phases["update"] == plain.phases["update"]
+    assert "weights" in plain.held and "weights" not in moved.held
+
+
+@pytest.mark.usefixtures("by_hand")
+def test_moving_weights_is_advised_where_the_engine_has_its_own():
+    key = "worker.actor.offload.offload_params=true"
+    model = load_model_config(str(checkpoint("qwen2")))
+    for ranks in (1, 2):
+        plan = make_plan(config_for(**{"training.n_gpus_per_node": ranks}), on_gpu=True)
+        found = estimate(model, plan)
+        peak = estimate_peak(model, plan, list_savings(plan)[key], found)
+        assert peak == estimate(model, list_savings(plan)[key]).peak_bytes
+        assert key not in list_savings(replace(plan, on_gpu=False))
+    assert key not in list_savings(make_plan(config_for(**CPU_OFFLOAD), on_gpu=True))
+    assert key not in list_savings(make_plan(config_for(**PARAMS), on_gpu=True))
+
+
+def test_one_process_with_cpu_offload_is_one_rank():
+    plan = make_plan(config_for(**CPU_OFFLOAD, **PARAMS), on_gpu=True)
+    assert plan.split == Split(cpu_offload=True, own_engine=True) and not plan.offload_weights
+    size = model_size(FakeModel(load_model_config(str(checkpoint("qwen2"))), plan).model)
+    assert count_held(size, plan).keys() == {"weights of the engine", "workspaces of cuBLAS"}
+    advised = list_savings(make_plan(config_for(**PARAMS), on_gpu=True))["worker.actor.fsdp.cpu_offload=true"]
+    assert advised.split == plan.split and not advised.offload_weights
+    four_bit = config_for(**{"worker.actor.model.peft_type": "qlora"})
+    assert "worker.actor.fsdp.cpu_offload=true" not in list_savings(make_plan(four_bit, on_gpu=True)), "it is refused"
+
+
+def test_the_preflight_has_the_weights_where_the_step_has_them():
+    forward = Forward(fresh_backbone("qwen2"), get_encoder("qwen2"))
+    weights, seen = PoisonedWeights(forward.backbone.model), []
+    engine = LocalGenerator(fresh_backbone("qwen2"), forward.encoder)
+    engine.before_wake = weights.offload
+    engine.preflight = lambda *_: seen.append(weights.is_offloaded)
+    critic = Forward(Backbone(load_value_model(checkpoint("qwen2"))), forward.encoder)
+    critic.backbone.model.register_forward_pre_hook(lambda *_: seen.append(weights.is_offloaded))
+    preflight(forward, forward.encoder, LIMITS, engine, has_states=True, critic=critic, weights=weights)
+    assert seen[0] and all(seen) and weights.moves == ["off", "on", "off"]
 
 
 @pytest.mark.parametrize(("offloaded", "has_states"), [(False, False), (False, True), (True, False), (True, True)])
