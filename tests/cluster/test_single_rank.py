@@ -1,6 +1,7 @@
 """`worker.actor.fsdp.cpu_offload` on one process, which becomes the only rank: the run of the plain process, bitwise,
-resumed after an error too."""
+resumed after an error too; and it restarts in this process."""
 
+import gc
 import os
 
 import pytest
@@ -13,9 +14,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import mtrl
 from mtrl.config import read_overrides
 from mtrl.models.parallel import fsdp
+from mtrl.workers.learner import Learner
 
 pytestmark = [
-    pytest.mark.slow,  # three runs
+    pytest.mark.slow,  # five runs
     pytest.mark.skipif(os.environ.get("OMP_NUM_THREADS") != "1", reason="as in the other tests of ranks"),
 ]
 
@@ -65,3 +67,19 @@ def test_a_single_rank_trains_as_the_plain_process(tmp_path, monkeypatch):
         weights, others = (load_file(run / f"checkpoints/step_{STEPS}" / file) for run in (plain, offloaded))
         assert weights.keys() == others.keys()
         assert all(torch.equal(others[name], weight) for name, weight in weights.items()), file
+
+
+def test_it_restarts_with_smaller_passes_and_frees_its_models(tmp_path, monkeypatch):
+    calls, try_gradients = [], Learner._try_gradients
+
+    def fails_once(learner, batch, loss):
+        calls.append((learner.cut_to, sum(type(each) is type(learner.model) for each in gc.get_objects())))
+        return (None, "as if the device was full.") if len(calls) == 2 else try_gradients(learner, batch, loss)
+
+    monkeypatch.setattr(Learner, "_try_gradients", fails_once)
+    settings = OFFLOADS | {"optimization.advantage_estimator": "grpo", "optimization.disable_divergence": True}
+    run = trainer(tmp_path, settings).train()
+    sizes, models = zip(*calls, strict=True)
+    assert sizes[:2] == (0, 0) and len(set(sizes[2:])) == 1 and sizes[2] > 0
+    assert set(models[2:]) == {1}, "those of the first attempt are gone when the second one learns"
+    assert {(1, False), (STEPS, False)} <= read_metrics(run).keys()

@@ -14,7 +14,7 @@ from mtrl.memory.preflight import Limits, preflight
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import empty_model, load_model
-from mtrl.models.parallel.fsdp import Sharding, is_sharded, local_tensor
+from mtrl.models.parallel.fsdp import Sharding, is_sharded, local_tensor, weight_memory
 from mtrl.models.parallel.ranks import SINGLE_PROCESS
 from mtrl.models.perturb import Perturbation
 from mtrl.models.state_dicts import exported_weights
@@ -22,6 +22,7 @@ from mtrl.types import Needs, Sampling, TrainBatch
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.offload import OffloadedWeights
 from mtrl.workers.reference import Reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -114,6 +115,27 @@ def test_offloaded_it_learns_the_same(ranks, way, tmp_path):
     check_places(again, way)
     learn(again), learn(split)
     check_same(again, split, atol=1e-4)  # after six steps of about 1e-4
+
+
+def test_shards_that_make_room_learn_the_same(ranks, tmp_path):
+    split, moved = make_actor(ranks, torch.float32), make_actor(ranks, torch.float32)
+    moved.weights = OffloadedWeights(moved.model)
+    held = torch.cuda.memory_allocated()
+    moved.weights.offload()
+    assert all(shard.is_pinned() for shard in weight_memory(moved.model))
+    assert held - torch.cuda.memory_allocated() > 0.9 * sum(shard.nbytes for shard in weight_memory(moved.model))
+    assert {local_tensor(parameter).device.type for parameter in moved.model.parameters()} == {"cpu"}
+    (old, _), (their_old, _) = learn(split), learn(moved)
+    torch.testing.assert_close(their_old, old, rtol=0, atol=1e-4)
+    moved.weights.offload()
+    check_same(moved, split, atol=2e-5)
+    moved.snapshot().write(tmp_path)
+    again = make_actor(ranks, torch.float32)
+    again.weights = OffloadedWeights(again.model)
+    again.weights.offload()
+    again.restore(tmp_path)
+    learn(again), learn(split)
+    check_same(again, split, atol=1e-4)
 
 
 def test_a_preflight_changes_no_state(ranks):
