@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from mtrl.models.parallel.ranks import Ranks, all_ranks
 
 STOP = "stop"
+LOOPBACK, INTERFACES = "lo", {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
 NO_TIMEOUT = timedelta(days=10_000)  # the side channel may be idle for any time
 TIMEOUT = timedelta(minutes=60)  # how long a rank waits for the others: the longest pass or download
 
@@ -94,21 +97,28 @@ class TorchrunWorkerGroup:
 
 
 class SingleRankWorkerGroup(TorchrunWorkerGroup):
-    """The only rank, in a process that may run again: closed, it leaves neither workers nor a process group."""
+    """The only rank, in a process that may run again: closed, it leaves neither workers nor a process group. It listens
+    to no other machine."""
 
     def __init__(self, build_roles: Callable[[Ranks], Roles]) -> None:
-        ranks = join_single_rank()
+        self._undo = ExitStack()
         try:
+            if LOOPBACK in (name for _, name in socket.if_nameindex()):
+                for name in INTERFACES - os.environ.keys():
+                    os.environ[name] = LOOPBACK
+                    self._undo.callback(os.environ.pop, name)
+            ranks = join_single_rank()
+            self._undo.callback(dist.destroy_process_group)
             super().__init__(ranks, build_roles(ranks))
         except BaseException:
-            dist.destroy_process_group()
+            self._undo.close()
             raise
 
     def close(self) -> None:
         if not self.closed:
             super().close()
             self.roles = {}
-            dist.destroy_process_group()
+            self._undo.close()
 
 
 def serve(ranks: Ranks, roles: Roles) -> None:

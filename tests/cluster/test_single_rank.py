@@ -3,6 +3,7 @@ resumed after an error too; and it restarts in this process."""
 
 import gc
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import mtrl
 from mtrl.config import read_overrides
+from mtrl.distributed.torchrun_group import INTERFACES
 from mtrl.models.parallel import fsdp
 from mtrl.workers.learner import Learner
 
@@ -34,6 +36,10 @@ class FailsAfter(mtrl.Callback):
         self.last = step
 
     def metrics(self, step, metrics):
+        table = Path(f"/proc/{os.getpid()}/net/tcp").read_text().splitlines()[1:]
+        mine = {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if os.path.lexists(link)}
+        rows = [row.split() for row in table]
+        self.listens = {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine}
         if step == self.last:
             raise ValueError("the first attempt ends here")
 
@@ -54,7 +60,9 @@ def test_a_single_rank_trains_as_the_plain_process(tmp_path, monkeypatch):
     plain = trainer(tmp_path / "plain", {}).train()
     assert not policies
     with pytest.raises(Exception, match="the first attempt ends here"):
-        trainer(tmp_path / "offloaded", OFFLOADS, [FailsAfter(1)]).train()
+        trainer(tmp_path / "offloaded", OFFLOADS, [fails := FailsAfter(1)]).train()
+    assert fails.listens == {"0100007F"}, "127.0.0.1 alone"
+    assert not os.environ.keys() & INTERFACES
     assert not dist.is_initialized(), "it leaves no process group"
     offloaded = trainer(tmp_path / "offloaded", OFFLOADS).train()
     assert policies and all(isinstance(policy, CPUOffloadPolicy) for policy in policies)
