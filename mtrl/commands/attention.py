@@ -29,7 +29,7 @@ from mtrl.commands.load_arguments import (
     whole_number,
 )
 from mtrl.compose import algorithm
-from mtrl.compose.policy import build_generator, build_policy, model_path
+from mtrl.compose.policy import build_generator, build_policy, build_weights, model_path
 from mtrl.compose.task_source import validation_sampler
 from mtrl.config import Config, ConfigError
 from mtrl.config.unsupported import check_supported
@@ -99,10 +99,12 @@ def measure_attention(config: Config, samples: int, words: Sequence[str]) -> lis
         raise StartError(f"{model_path(config)} is a text model: there is no image to look at")
     sampling = replace(algorithm.make_validation_sampling(config), n=1)
     answers = []
-    with closing(build_generator(config, policy, encoder)) as generator:
+    weights = build_weights(config, policy)
+    with closing(weights), closing(build_generator(config, policy, encoder, weights=weights)) as generator:
         for prompts in iterate_prompts(config, encoder, samples):
             with generator.resident():
                 rollouts = generator.generate(prompts, sampling)
+            weights.onload()
             for row, prompt in enumerate(prompts):
                 letter = chosen_letter(rollouts.text[row], (prompt.task.columns or {}).get(config.dataset.options_key))
                 response = rollouts.rows(torch.tensor([row]))

@@ -181,7 +181,7 @@ def count_gathered(fake: FakeModel, plan: Plan, whole: Collection[Tensor] = ()) 
 def split_offloaded(held: Parts, plan: Plan) -> tuple[Parts, Parts]:
     """Separate what is always on the device from what is offloaded to CPU memory between its uses."""
     names = {*(OPTIMIZER if plan.offload_optimizer else ()), *([REFERENCE] if plan.offload_reference else ())}
-    names |= {WEIGHTS} if plan.offload_weights else set()
+    names |= {WEIGHTS} if plan.offload_weights and not plan.four_bit else set()  # packed ones stay
     offloaded = {name: size for name, size in held.items() if name in names}
     return {name: size for name, size in held.items() if name not in names}, offloaded
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from mtrl.models.checkpoint_files import ADAPTER_BASE, ADAPTER_CONFIG, is_adapter, read_json_object
 from mtrl.models.families import find_family
-from mtrl.models.parallel.fsdp import full_tensor, is_sharded
+from mtrl.models.parallel.fsdp import compute_device, full_tensor, is_sharded
 from mtrl.models.quantized import four_bit_layers, quantize
 
 ADAPTER = "default"  # peft's name for the only adapter of a model
@@ -178,7 +178,8 @@ class MergedWeights(Mapping[str, Tensor]):
         if layer is None:
             return full_tensor(weight)
         if not is_sharded(self.model):
-            return (weight.float() + layer.get_delta_weight(ADAPTER).float()).to(weight.dtype)
+            device = compute_device(self.model)
+            return (weight.to(device).float() + _delta_weight(layer, device).float()).to(weight.dtype)
         low, up = full_tensor(layer.lora_A[ADAPTER].weight), full_tensor(layer.lora_B[ADAPTER].weight)
         return (full_tensor(weight).float() + (up @ low).float() * layer.scaling[ADAPTER]).to(weight.dtype)
 
@@ -193,6 +194,15 @@ class MergedWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._tensors | self._packed)
+
+
+def _delta_weight(layer: Any, device: torch.device) -> Tensor:
+    """peft's product of the adapter's matrices. Offloaded ones are multiplied on the device, which rounds as it does
+    for all others."""
+    low, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    if low.device == device:
+        return layer.get_delta_weight(ADAPTER)
+    return (up.to(device) @ low.to(device)) * layer.scaling[ADAPTER]
 
 
 def merge_adapters(model: Any) -> None:

@@ -21,6 +21,7 @@ from mtrl.models.backbone import Backbone
 from mtrl.models.checkpoint_files import base_path, is_adapter
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import load_model
+from mtrl.models.parallel.fsdp import COMPUTE_DEVICE
 from mtrl.models.state_dicts import checkpoint_weights, exported_weights, load_weights, save_model, weight_forms
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Needs, Sampling, Weights
@@ -271,3 +272,15 @@ def test_a_missing_base_is_named(saved):
     (directory / "adapter_model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ValueError, match="cannot be read"):
         load_adapters(adapted().model, directory)
+
+
+def test_offloaded_adapters_are_merged_on_the_device():
+    """The meta device stands for it here."""
+    model = adapted().model
+    weights = MergedWeights(model)
+    name, layer = next(iter(weights._layers.items()))
+    expected = weights[name]
+    setattr(model, COMPUTE_DEVICE, torch.device("meta"))
+    assert weights[name].is_meta and weights[name].shape == expected.shape and weights[name].dtype == expected.dtype
+    low, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    assert torch.equal((up @ low) * layer.scaling["default"], layer.get_delta_weight("default")), "the same formula"
