@@ -195,7 +195,7 @@ def make_workers(weights_of, own_engine):
 
 def take_steps(workers, parts, steps=2):
     """The phases of the loop, in its order; `parts`: the models that compute in addition to the actor."""
-    actor, critic, engine, judge, _ = workers
+    actor, critic, engine, judge, weights = workers
     found = []
     with engine.resident():
         engine.load(actor.publish())
@@ -209,6 +209,7 @@ def take_steps(workers, parts, steps=2):
         batch = full_batch(FAMILY)
         if "critic" in parts:
             found.append(critic.probe(rollouts, Needs("values"), step).values.tolist())
+            assert weights.is_offloaded == (weights is not STAYING), "from its probe on"
             values = replace(batch, values=batch.old_logprobs, returns=batch.advantage)
             found.append(critic.update([values], ValueLoss(0.5)))
         found.append(actor.update([batch], FULL_LOSS))
