@@ -263,7 +263,7 @@ class FsdpConfig:
 @dataclass(frozen=True)
 class OffloadConfig:
     offload_params: bool = key(
-        False, "weights in CPU memory while an engine with its own copy, a critic or a reward model works"
+        False, "weights in CPU memory while a critic, reward model or engine with its own copy works"
     )
     offload_optimizer: bool = key(False, "optimizer state in CPU memory except for its steps; the critic's too")
 
