@@ -172,8 +172,10 @@ class Generator(Protocol):
 class Prober(Protocol):
     """Measures signals of sampled tokens: the actor (with its reference) and the critic."""
 
-    def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
-        """The fields of `needs` that this prober measures; `step` keys the perturbation."""
+    def probe(self, rollouts: Rollouts, needs: Needs, step: int | None) -> Signals:
+        """The fields of `needs` that this prober measures; `step` keys the perturbation. Until the step's end (`update`
+        or `publish` of the actor) probers keep what its passes have in common. None: outside of a step, as in
+        validation; nothing is kept."""
 
 
 class Snapshot(Protocol):
@@ -215,7 +217,8 @@ class Actor(Prober, Stateful, Protocol):
     def update(self, batches: Iterable[TrainBatch], loss: Loss) -> dict[str, float]:
         """One optimizer step per batch; metrics are means over all tokens of the batches."""
 
-    def publish(self) -> Weights: ...
+    def publish(self) -> Weights:
+        """The weights at the end of a step."""
 
 
 class Critic(Prober, Stateful, Protocol):

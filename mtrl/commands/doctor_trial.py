@@ -61,7 +61,7 @@ def check_parity(config: Config, run: Run) -> Iterator[str]:
     sampling = replace(spec.sampling, n=1, max_new_tokens=tokens, step=loop.done, version=loop.version)
     with loop.components.generator.resident():
         rollouts = loop.components.generator.generate(loop.components.source.take(RESPONSES), sampling)
-    ours = loop.components.actor.probe(rollouts, Needs("old_logprobs"), loop.done).old_logprobs
+    ours = loop.components.actor.probe(rollouts, Needs("old_logprobs"), None).old_logprobs
     assert ours is not None, "requested by Needs"
     model = load_model(path, **load_options(config))
     millions = sum(p.numel() for p in model.parameters()) / 1e6

@@ -59,7 +59,7 @@ class DistributedLearner(StatefulProxy):
         super().__init__(workers, role, sp_size)
         self.share_prefix = share_prefix
 
-    def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
+    def probe(self, rollouts: Rollouts, needs: Needs, step: int | None) -> Signals:
         shares = self._partition(rollouts)
         signals = self.call_groups("probe", [(rows_or_dummy(rollouts, rows), needs, step) for rows in shares])
         measured = [each for each, rows in zip(signals, shares, strict=True) if len(rows)]
@@ -126,7 +126,7 @@ class WorkerHandle:
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     numbers: Iterable[int] = field(default_factory=count)
 
-    def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
+    def probe(self, rollouts: Rollouts, needs: Needs, step: int | None) -> Signals:
         signals = self.worker.probe(rollouts, needs, step)
         return signals if self.returns_signals else Signals()
 

@@ -95,6 +95,17 @@ class Backbone:
         """The output matrix [V, H], for `algorithms.vocab`."""
         return self.model.get_output_embeddings().weight
 
+    @property
+    def vision_weights(self) -> dict[str, Tensor]:
+        """All weights that the features of images may depend on: those outside of the language model and its output
+        matrix. Empty for a text model."""
+        if self.vision_tower is None:
+            return {}
+        text = [*self.language_model.parameters(), *self.model.get_output_embeddings().parameters()]
+        vision = [self.vision_tower, self.family.find_projector(self.model)]
+        others = {*text} - {weight for module in vision if module is not None for weight in module.parameters()}
+        return {name: weight for name, weight in self.model.named_parameters() if weight not in others}
+
     def encode_images(self, inputs: Sequence[dict[str, Tensor]]) -> list[Features | None]:
         """Features of each prompt's images, from `PromptEncoder.inputs`; all images in one pass."""
         visual = [i for i, prompt in enumerate(inputs) if "pixel_values" in prompt]
@@ -215,6 +226,11 @@ class Backbone:
     def is_causal(self) -> bool:
         """Whether every layer sees all earlier tokens and no later ones."""
         return all(rule == CAUSAL_RULE for rule in self.mask_rules.values())
+
+    @property
+    def mask_settings(self) -> tuple[Any, ...]:
+        """What masks and state forks depend on besides the documents and the device."""
+        return *self.mask_rules.items(), self.has_flash_kernels, self.has_states
 
     def make_masks(self, documents: DocumentMask, packed: bool = False) -> dict[str, Mask]:
         """The mask of each kind of layers that have attention."""

@@ -22,6 +22,13 @@ def to_device(tensor: Tensor, device: torch.device | str | None) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def queue_cpu_copy(tensor: Tensor) -> Tensor:
+    """A copy in CPU memory, pinned for a GPU, that nothing waits for: only copies back to the device, which are queued
+    behind it, may read it."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor.detach(), non_blocking=True)
+
+
 def put_rows(tensor: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
     """The tensor [*mask, ..] with its rows where the mask is set, which is on the CPU, replaced; gradients flow.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -27,17 +27,19 @@ from mtrl.algorithms.signals import (
 from mtrl.algorithms.vocab import CHUNK_POSITIONS, TokenScores, full_kl, map_log_probs, support_mass, token_scores
 from mtrl.models import patches
 from mtrl.models.attention_maps import PatchReader, make_image_readers
-from mtrl.models.backbone import Backbone, prompt_positions, vision_tokens
+from mtrl.models.backbone import Backbone, Masks, prompt_positions, vision_tokens
 from mtrl.models.cascade_attention import CascadeMask
-from mtrl.models.device_copy import put_rows, to_device
+from mtrl.models.device_copy import put_rows, queue_cpu_copy, to_device
 from mtrl.models.families.model_family import Features
 from mtrl.models.layout import Layout, lay_out
 from mtrl.models.masked_attention import AttentionReader, MapReader, MassReader
 from mtrl.models.parallel.sequence import SequenceParallelGroup
 from mtrl.models.prompt_masses import PromptRows
+from mtrl.models.recurrent import StateForks
 from mtrl.models.routing import RoutingReader
+from mtrl.models.step_inputs import StepInputs
 from mtrl.protocols import PromptEncoder
-from mtrl.types import SEGMENTS, Needs, Rollouts, Signal, Signals, TokenStates
+from mtrl.types import SEGMENTS, Needs, Prompt, Rollouts, Signal, Signals, TokenStates
 
 OLD_LOGPROBS = Needs("old_logprobs")
 FUSED_CHUNK = 2048  # positions; every chunk reads and writes the gradient of the output matrix
@@ -51,7 +53,8 @@ class Forward:
     `packed`: all documents in one sequence without padding, for kernels that skip masked blocks (CUDA). `last_k` and
     `weight_last_k` restrict the layers of the segments `all` and `weight` of the attention. `dependency` estimates S.
     `top_p` and `top_k` are the sampler's: scores are of the full distribution; `support` is the mass that these leave.
-    The ranks of a sequence-parallel group (`backbone.ranks`) make every pass together, over the same rollouts.
+    The ranks of a sequence-parallel group (`backbone.ranks`) make every pass together, over the same rollouts. `kept`
+    holds what the passes of a step have in common, also those of a reference and a critic.
     """
 
     backbone: Backbone
@@ -65,6 +68,7 @@ class Forward:
     perception_estimator: Literal["low_var_kl", "full_kl"] = "low_var_kl"
     top_p: float = 1.0
     top_k: int = -1
+    kept: StepInputs = field(default_factory=StepInputs, compare=False)
 
     @property
     def sp_group(self) -> SequenceParallelGroup:
@@ -225,26 +229,58 @@ class Forward:
     # ------------------------------------------------------------------------------------------------------- one pass
     def _prepare(self, rollouts: Rollouts, views: Sequence[Views | None]) -> tuple[Layout, list[Features | None]]:
         """The layout of the pass, and the image features of each document."""
-        prompts, device = rollouts.prompts, self.backbone.device
+        kept, device = self.kept, self.backbone.device
+        prompts, tower = [kept.first_equal(each) for each in rollouts.prompts], kept.tower_of(self.backbone)
+        known: dict[tuple[int, int], Features] = {
+            (0, g): features.map(lambda each: to_device(each, device))
+            for g, prompt in enumerate(prompts)
+            if (features := kept.find("features", tower, prompt)) is not None
+        }
+        read = [self._read_prompt(prompt, (0, g) in known, tower) for g, prompt in enumerate(prompts)]
         inputs = {
-            (number, g): self.encoder.inputs(prompt, None if view is None else view[g], device)
+            (number, g): read[g][0] if view is None else self.encoder.inputs(prompt, view[g], device)
             for number, view in enumerate(views)
             for g, prompt in enumerate(prompts)
             if view is None or prompt.task.visual
         }
-        positions = [prompt_positions(inputs[0, g]) for g in range(len(prompts))]
-        layout = lay_out(
-            rollouts,
-            positions,
-            share_prefix=self.share_prefix,
-            packed=self.packed,
-            views=len(views),
-            sp_size=self.sp_group.size,
-        )
+        layout = self._lay_out(rollouts, prompts, [positions for _, positions in read], len(views))
         if self.sp_group.size > 1 and self.backbone.images is not None:
             return layout, self._own_features(layout, inputs, [int(vision_tokens(each).sum()) for each in prompts])
-        features = dict(zip(inputs, self.backbone.encode_images(list(inputs.values())), strict=True))
+        encoded = self.backbone.encode_images(list(inputs.values()))
+        features = dict(zip(inputs, encoded, strict=True)) | known
+        if tower is not None:
+            for g in (g for g, prompt in enumerate(prompts) if prompt.task.visual):
+                copy = lambda each: each.map(queue_cpu_copy)  # noqa: E731
+                kept.keep("features", tower, prompts[g], value=features[0, g], copy=copy)
         return layout, [features[document.view, document.prompt] for document in layout.documents]
+
+    def _read_prompt(
+        self, prompt: Prompt, has_features: bool, tower: Backbone | None
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The inputs of the vision tower, empty if it has nothing to do, and the positions [3, L]."""
+        positions, idle = self.kept.find("positions", prompt), has_features or not prompt.task.visual
+        if idle and positions is not None:
+            return {}, positions
+        inputs = self.kept.find("inputs", prompt) or self.encoder.inputs(prompt, None, self.backbone.device)
+        positions = prompt_positions(inputs)
+        self.kept.keep("positions", prompt, value=positions)
+        if tower is None and not idle:
+            self.kept.keep("inputs", prompt, value=inputs, where="device")
+        return {} if idle else inputs, positions
+
+    def _lay_out(
+        self, rollouts: Rollouts, prompts: Sequence[Prompt], positions: Sequence[Tensor], views: int
+    ) -> Layout:  # fmt: skip
+        """The layout of these rows. One with several views is read by a single pass."""
+        options: dict[str, Any] = {"share_prefix": self.share_prefix, "packed": self.packed}
+        options |= {"views": views, "sp_size": self.sp_group.size}
+        if views > 1 or not self.kept.is_open:
+            return lay_out(rollouts, positions, **options)
+        rows = (rollouts.group, rollouts.mask.sum(1), rollouts.tokens[rollouts.mask])
+        key = ("layout", *options.values(), *prompts, *(each.numpy().tobytes() for each in rows))
+        layout = self.kept.find(*key) or lay_out(rollouts, positions, **options)
+        self.kept.keep(*key, value=layout)
+        return layout
 
     def _own_features(
         self, layout: Layout, inputs: dict[tuple[int, int], dict[str, Tensor]], sizes: Sequence[int]
@@ -276,13 +312,12 @@ class Forward:
         routing: RoutingReader | None = None,
     ) -> Tensor:
         """[B, S, H]: the last hidden states of this rank's part of the sequences."""
-        device, sp_group = self.backbone.device, self.sp_group
-        mask = None if layout.causal else self.backbone.make_masks(layout.document_mask, layout.packed)
-        states = None if layout.causal else self.backbone.make_state_forks(layout.document_mask)
+        sp_group = self.sp_group
+        ids, positions, mask, states = self._read_layout(layout)
         with nullcontext() if routing is None else routing.recorder:
             hidden = self.backbone.forward_text(
-                to_device(sp_group.local_part(layout.ids), device),
-                to_device(sp_group.local_part(layout.positions), device),
+                ids,
+                positions,
                 sp_group.local_part(layout.is_vision),
                 features,
                 attention_mask=mask,
@@ -290,8 +325,23 @@ class Forward:
                 state_mask=states,
             )
         if routing is not None:
-            routing.compare(sp_group.local_hidden(routing.recorder.take(len(hidden), device), layout.predictors[0]))
+            routing.compare(
+                sp_group.local_hidden(routing.recorder.take(len(hidden), hidden.device), layout.predictors[0])
+            )
         return hidden
+
+    def _read_layout(self, layout: Layout) -> tuple[Tensor, Tensor, Masks, StateForks | None]:
+        """Ids, positions and masks on the device; of ids and positions this rank's part."""
+        backbone, sp_group = self.backbone, self.sp_group
+        key = ("masks", layout, backbone.device, backbone.mask_settings)
+        if (found := self.kept.find(*key)) is not None:
+            return found
+        ids, positions = (to_device(sp_group.local_part(e), backbone.device) for e in (layout.ids, layout.positions))
+        masks = None if layout.causal else backbone.make_masks(layout.document_mask, layout.packed)
+        states = None if layout.causal else backbone.make_state_forks(layout.document_mask)
+        if len(layout.predictors) == 1:
+            self.kept.keep(*key, value=(ids, positions, masks, states), where="device")
+        return ids, positions, masks, states
 
     def _similarity(self, states: Tensor, predicting: Tensor, layout: Layout) -> Tensor:
         """[M]: the cosine of the state that predicts each token, on the original image, to the mean of the unit states

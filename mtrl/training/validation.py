@@ -60,7 +60,7 @@ class Validation:
             with generator.resident():
                 rollouts = generator.generate(prompts, replace(self.sampling, version=version))
             pending = scorer.submit(rollouts, step=None)
-            signals = Signals() if prober is None else prober.probe(rollouts, Needs("attention_mass"), step=0)
+            signals = Signals() if prober is None else prober.probe(rollouts, Needs("attention_mass"), step=None)
             rewards = pending.result(signals)
             add_scores(scores, rollouts, rewards, signals)
             solved += self._solved(rollouts, rewards)

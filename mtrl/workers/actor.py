@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,8 +77,10 @@ class LocalActor:
         self.encoder_files = encoder_files  # go next to the weights of a checkpoint
 
     # ------------------------------------------------------------------------------------------------------- probing
-    def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
+    def probe(self, rollouts: Rollouts, needs: Needs, step: int | None) -> Signals:
         """The needed signals of every token, before any update of this step; makes no pass if none is needed."""
+        if step is not None:
+            self.forward.kept.begin(self.forward.backbone, step)
         signals = self._probe_policy(rollouts, needs.of_policy, step)
         if not (needs := needs.of_reference):
             return signals
@@ -95,7 +98,7 @@ class LocalActor:
         with nullcontext() if self.offloaded_reference is None else self.offloaded_reference.onloaded():
             return work() if model is self.model else run_frozen_forward(model, work)
 
-    def _probe_policy(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
+    def _probe_policy(self, rollouts: Rollouts, needs: Needs, step: int | None) -> Signals:
         if not self.ranks.any_rank(bool(rollouts.visual.any())):
             needs = needs.without(*ATTENTION)
         if not needs:
@@ -108,8 +111,11 @@ class LocalActor:
         batching = self.learner.limit_passes(self.probe_batching)
         return batching.probe(rollouts, lambda rows: run_forward(self.model, partial(measure, rows)), views)
 
-    def _signals(self, rollouts: Rollouts, needs: Needs, step: int) -> Callable[[], Signals]:
-        views = [self.perturbation.view(p, step) for p in rollouts.prompts] if needs.views == 2 else None
+    def _signals(self, rollouts: Rollouts, needs: Needs, step: int | None) -> Callable[[], Signals]:
+        views: list[tuple[np.ndarray, ...]] | None = None
+        if needs.views == 2:
+            assert step is not None, "a step keys the perturbation"
+            views = [self.perturbation.view(prompt, step) for prompt in rollouts.prompts]
         return self.forward.start_signals(rollouts, needs, views)
 
     # ------------------------------------------------------------------------------------------------------ updating
@@ -119,7 +125,13 @@ class LocalActor:
         def learn() -> dict[str, float]:
             return self.learner.update(batches, lambda batch: self._loss(batch, loss))
 
-        return self._with_reference(learn) if loss.full_divergence else learn()
+        try:
+            if not loss.full_divergence:
+                return learn()
+            self.forward.kept.begin(self.forward.backbone)  # policy and reference read the same rows in turn
+            return self._with_reference(learn)
+        finally:
+            self.forward.kept.end()
 
     def gradient(self, batches: Iterable[TrainBatch], loss: Loss) -> list[Tensor]:
         """The gradient of an update, for comparisons; the weights stay as they are."""
@@ -164,6 +176,7 @@ class LocalActor:
     def publish(self) -> Weights:
         """A handle on this version. Tied weights are listed under each name, since an engine may hold them
         separately."""
+        self.forward.kept.end()  # also of a step without an update
         return Weights(self.learner.version, exported_weights(self.model))
 
     def snapshot(self) -> Snapshot:
@@ -171,4 +184,5 @@ class LocalActor:
 
     def restore(self, directory: Path) -> None:
         self.weights.onload()  # the optimizer state goes where they are
+        self.forward.kept.end()
         self.learner.restore(directory)

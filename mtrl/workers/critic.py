@@ -52,11 +52,13 @@ class LocalCritic:
         )
         self.encoder_files = encoder_files  # go next to the weights of a checkpoint
 
-    def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
+    def probe(self, rollouts: Rollouts, needs: Needs, step: int | None) -> Signals:
         """The value at every token, before any update of this step."""
         if "values" not in needs:
             return Signals()
         self.policy_weights.offload()
+        if step is not None:
+            self.forward.kept.begin(self.forward.backbone, step)
         return self.learner.limit_passes(self.probe_batching).probe(rollouts, self._signals)
 
     @torch.no_grad()
@@ -77,4 +79,5 @@ class LocalCritic:
         return self.learner.snapshot(self.encoder_files)
 
     def restore(self, directory: Path) -> None:
+        self.forward.kept.end()
         self.learner.restore(directory)

@@ -23,6 +23,7 @@ from mtrl.models.forward import Forward
 from mtrl.models.load_model import load_model
 from mtrl.models.parallel.fsdp import find_units
 from mtrl.models.parity import log_prob_gap, plain_inputs
+from mtrl.models.step_inputs import makes_fixed_features
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import SEGMENTS, VISION_POOL, Medium, Needs, Sampling, Task
 from mtrl.utils.plugins import load_plugin
@@ -160,6 +161,17 @@ def test_adapters_and_units_of_sharding(model):
     assert all(any(part in name for name in names) for part in parts) and not any("lm_head" in name for name in names)
     layers = [*model.model.vision_tower.encoder.layers, *model.model.language_model.layers]
     assert [each for each in find_units(model) if each in layers] == layers
+
+
+def test_features_are_fixed_if_the_projector_is_frozen_too(model):
+    backbone = Backbone(copy.deepcopy(model))
+    assert len(backbone.vision_weights) == sum(
+        1 for name in model.state_dict() if "vision" in name or "projector" in name
+    )
+    backbone.vision_tower.requires_grad_(False)
+    assert not makes_fixed_features(backbone)
+    backbone.family.find_projector(backbone.model).requires_grad_(False)
+    assert makes_fixed_features(backbone)
 
 
 def test_the_longest_prompt_of_the_preflight(encoder):

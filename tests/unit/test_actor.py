@@ -37,6 +37,7 @@ class FakeForward:
     asked: list = field(default_factory=list)
     support: float | None = None  # log of the probability mass that the sampler's cut keeps
     experts: float | None = None  # the share on which it and the sampler differ
+    kept: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(begin=lambda *step: None, end=lambda: None))
 
     def start_signals(self, rollouts, needs=None, views=None):
         self.asked.append((rollouts.version.tolist(), needs, views))

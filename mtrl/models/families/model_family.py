@@ -6,7 +6,7 @@ lists the families; docs/extending.md shows how to add one from outside.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -26,7 +26,10 @@ class Features:
 
     def rows(self, index: Tensor | slice) -> Features:
         """The features of some image tokens."""
-        return Features(self.embeds[index], tuple(layer[index] for layer in self.deepstack))
+        return self.map(lambda layer: layer[index])
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Features:
+        return Features(function(self.embeds), tuple(map(function, self.deepstack)))
 
 
 class ImageEncoder:
