@@ -5,7 +5,7 @@ Image features are kept if nothing that makes them learns. Each kind of value ha
 
 where    what                                   bytes                                              at most
 cpu      positions of a prompt                  24 per token                                       CPU_BYTES
-         layout of a pass with one view         about 80 per position
+         layout of a pass with one view         84 per position
          features, on a GPU in pinned memory    width of the features * bytes, per image token;
                                                 with deepstack (Qwen3-VL) for each of its layers too
 device   pixels of a prompt, if not features    19 kB per image token of 28 x 28 pixels            DEVICE_BYTES

@@ -152,24 +152,30 @@ LOSSES = {
 LOSS = Loss(Ppo(), divergence="low_var_kl", divergence_coef=0.1, entropy_penalty_coef=0.06)
 
 
-def learn(worker, kind, batches):
-    """Signals before the first update, the metrics of each update, and signals after the last."""
+def learn(worker, kind, batches, parts=()):
+    """Signals before the first update, the metrics of each update, and signals after the last. `parts`: the prompts of
+    each optimizer step of an update, instead of one step of all."""
     loss, rollouts = LOSSES.get(kind, LOSS), batches[0].rollouts
     needs = Needs("values") if kind == "critic" else NEEDS
     before = worker.probe(rollouts, needs, 4)
-    metrics = [worker.update([batch], loss) for batch in batches]
+    metrics = [worker.update(cut_batch(batch, parts), loss) for batch in batches]
     return before, metrics, worker.probe(rollouts, needs, 4)
 
 
+def cut_batch(batch, parts):
+    rows = [torch.isin(batch.rollouts.group, torch.tensor(part)).nonzero()[:, 0] for part in parts]
+    return [batch.rows(each) for each in rows] or [batch]
+
+
 def on_rank(ranks, kind, family, batching, batches, options):
-    sp_size = options.pop("sp_size", 1)
+    sp_size, parts = options.pop("sp_size", 1), options.pop("parts", ())
     ranks = replace(ranks, sp_group=make_sp_group(sp_size))
     worker = make_worker(kind, family, batching.over(ranks), ranks, **options)
     roles = {"worker": WorkerHandle(worker, returns_signals=ranks.sp_group.is_first)}
     found = None
     if ranks.is_first:
         worker_group = TorchrunWorkerGroup(ranks, roles)
-        found = learn(DistributedLearner(worker_group, "worker", sp_size=sp_size), kind, batches)
+        found = learn(DistributedLearner(worker_group, "worker", sp_size=sp_size), kind, batches, parts)
         worker_group.close()
     else:
         serve(ranks, roles)
@@ -180,7 +186,7 @@ def check(kind, family, rows, tmp_path, batching=BUDGET, sizes=(1, 2), updates=U
     batches = make_batches(kind, family, rows)[:updates]
     single = make_worker(kind, family, batching, optimizer=options.get("optimizer"))
     start = {name: tensor.clone() for name, tensor in exported_weights(single.model).items()}
-    before, metrics, after = learn(single, kind, batches)
+    before, metrics, after = learn(single, kind, batches, options.get("parts", ()))
     weights = exported_weights(single.model)
     moved = max(float((weights[name] - start[name]).abs().max()) for name in weights)
     assert moved > 100e-6, "fifty times the usual tolerance"

@@ -65,6 +65,13 @@ def test_a_frozen_tower(tmp_path):
 
 
 @pytest.mark.slow
+def test_prompts_of_a_frozen_tower_that_move_between_ranks(tmp_path):
+    """In the first optimizer step one rank knows the features of its image, and the other has to encode its images."""
+    parts = [[2, 3], [0, 1], [1, 2], [0, 3]]
+    check("frozen tower", "qwen3_vl", MIXED, tmp_path, sizes=(2,), updates=1, parts=parts)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
 def test_a_critic(family, tmp_path):
     check("critic", family, TEXT_AND_ONE_IMAGE, tmp_path)

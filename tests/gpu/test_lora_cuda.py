@@ -54,6 +54,18 @@ def draw(model, seed):
             parameter.grad = None
 
 
+def test_kept_features_go_to_the_cpu_and_back(encoder, rollouts, monkeypatch):
+    forward = adapted(encoder)
+    forward.kept.begin(forward.backbone, 0)
+    with torch.no_grad():
+        first = forward.logp(rollouts)
+    kept = forward.kept.find("features", forward.backbone, rollouts.prompts[0])
+    assert kept.embeds.device.type == "cpu" and kept.embeds.is_pinned()
+    monkeypatch.setattr(forward.backbone.images, "encode", None)
+    with torch.no_grad():
+        assert torch.equal(forward.logp(rollouts), first), "bitwise, without the tower"
+
+
 def gradients(forward, rollouts):
     model = forward.backbone.model.train()
     forward.logp(rollouts).sum().backward()

@@ -132,19 +132,22 @@ def test_policy_and_reference_of_a_full_divergence_share_them(counts):
 
 
 # ------------------------------------------------------------------------------------------------------ same numbers
-def check_same(found, expected):
+def check_same(found, expected, exact=False):
+    """Features of images that were encoded next to others may differ by rounding."""
+    signals, weights = (0, 0) if exact else (5e-6, 1e-6)
     for name in ("old_logprobs", "perturbed_logprobs", "dependency", "ref_logprobs"):
-        torch.testing.assert_close(getattr(found.signals, name), getattr(expected.signals, name), rtol=0, atol=2e-6)
+        torch.testing.assert_close(getattr(found.signals, name), getattr(expected.signals, name), rtol=0, atol=signals)
     for name, weight in expected.weights.items():
-        torch.testing.assert_close(found.weights[name], weight, rtol=0, atol=1e-6)
+        torch.testing.assert_close(found.weights[name], weight, rtol=0, atol=weights)
 
 
 @pytest.mark.parametrize("kind", ["adapters", "frozen tower", "trained tower", "adapters on the tower"])
 @pytest.mark.parametrize("loss", [FULL_LOSS, FULL], ids=["sampled", "full"])
 def test_the_numbers_are_those_without_it(kind, loss, monkeypatch):
-    found = run_step(make_worker(kind), loss)
+    found = run_step(make_worker(kind, MicroBatching(rows=3)), loss)
     monkeypatch.setattr(StepInputs, "keep", lambda *_, **__: None)
-    check_same(found, run_step(make_worker(kind), loss))
+    expected = run_step(make_worker(kind, MicroBatching(rows=3)), loss)
+    check_same(found, expected, exact=kind in ("trained tower", "adapters on the tower"))
 
 
 def test_stale_features_would_be_seen(monkeypatch):
