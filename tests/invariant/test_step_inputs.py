@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import fake_batch
+from helpers import fake_batch, slow_but
 from tiny_models import fresh_backbone, get_encoder, prompts_for, random_rollouts
 from update_helpers import ALL_AT_ONCE, FULL_LOSS, GROUP, LENGTHS, copy_weights, make_actor, noise
 
@@ -104,13 +104,13 @@ def perturbed_images():
     return sum(sizes[prompt] for part in groups for prompt in set(part))
 
 
-@pytest.mark.parametrize("kind", ["trained tower", "adapters on the tower"])
+@pytest.mark.parametrize("kind", slow_but(["trained tower", "adapters on the tower"], "adapters on the tower"))
 def test_other_images_are_encoded_by_every_pass(kind, counts):
     run_step(make_worker(kind))
     assert counts.images == IMAGES * (2 + 1 + 2), "two views of the probe, the reference, and two epochs"
 
 
-@pytest.mark.parametrize("kind", ["adapters", "frozen tower", "trained tower"])
+@pytest.mark.parametrize("kind", slow_but(["adapters", "frozen tower", "trained tower"], "trained tower"))
 def test_the_inputs_of_a_prompt_are_made_once(kind, counts):
     run_step(make_worker(kind, MicroBatching(rows=3)))
     assert sorted(counts.inputs) == ["t:0", "t:1", "t:2", "t:3"]
@@ -141,9 +141,13 @@ def check_same(found, expected, exact=False):
         torch.testing.assert_close(found.weights[name], weight, rtol=0, atol=weights)
 
 
-@pytest.mark.parametrize("kind", ["adapters", "frozen tower", "trained tower", "adapters on the tower"])
-@pytest.mark.parametrize("loss", [FULL_LOSS, FULL], ids=["sampled", "full"])
-def test_the_numbers_are_those_without_it(kind, loss, monkeypatch):
+KINDS = ("adapters", "frozen tower", "trained tower", "adapters on the tower")
+QUICK = (("adapters", FULL_LOSS), ("trained tower", FULL))
+
+
+@pytest.mark.parametrize("case", slow_but([(kind, loss) for kind in KINDS for loss in (FULL_LOSS, FULL)], *QUICK))
+def test_the_numbers_are_those_without_it(case, monkeypatch):
+    kind, loss = case
     found = run_step(make_worker(kind, MicroBatching(rows=3)), loss)
     monkeypatch.setattr(StepInputs, "keep", lambda *_, **__: None)
     expected = run_step(make_worker(kind, MicroBatching(rows=3)), loss)
@@ -217,6 +221,18 @@ def test_a_reference_of_a_trained_tower_keeps_nothing():
     worker = make_worker("trained tower")
     worker.probe(make_rollouts(), NEEDS, STEP)
     assert not [key for key in worker.forward.kept._values if key[0] == "features"]
+
+
+@pytest.mark.parametrize("change", ["tokens", "prompts"])
+def test_rows_that_differ_are_other_passes(change):
+    """Groups and lengths are the same."""
+    worker, rollouts = make_worker("frozen tower"), make_rollouts()
+    tokens, prompts = (rollouts.tokens + 1).where(rollouts.mask, 0), rollouts.prompts[::-1]
+    other = replace(rollouts, **{change: tokens if change == "tokens" else prompts})
+    worker.probe(rollouts, Needs("old_logprobs"), STEP)
+    found = worker.probe(other, Needs("old_logprobs"), STEP).old_logprobs
+    expected = make_worker("frozen tower").probe(other, Needs("old_logprobs"), STEP).old_logprobs
+    torch.testing.assert_close(found, expected, rtol=0, atol=5e-6)
 
 
 # ------------------------------------------------------------------------------------------------------ how long
