@@ -13,7 +13,8 @@ device   pixels of a prompt, if not features    19 kB per image token of 28 x 28
 
 256 prompts of 1,000 image tokens: 1.0 GB of features for a 3B model (2,048 numbers in bf16), 8.4 GB for a Qwen3-VL of
 4,096 numbers and three deepstack layers. Their pixels would take 4.8 GB and are 0.6 GB before they are normalized, so
-large images are made again from their bytes. What finds no room is made again by every pass.
+large images are made again from their bytes. What finds no room is made again by every pass. The prompts
+with these bytes are held too, which on a rank would otherwise live for one call.
 """
 
 from __future__ import annotations
@@ -105,8 +106,10 @@ def makes_fixed_features(backbone: Backbone) -> bool:
 
 def encode_alike(ours: Backbone, theirs: Backbone) -> bool:
     """Whether both make bitwise the same features: their settings and weights are equal."""
+    configs = [getattr(each.model.config, "vision_config", each.model.config) for each in (ours, theirs)]
     settings = [
-        (each.compute_dtype, each.compiled, each.model.config.vision_config.to_dict()) for each in (ours, theirs)
+        (each.compute_dtype, each.compiled, config.to_dict())
+        for each, config in zip((ours, theirs), configs, strict=True)
     ]
     first, second = ours.vision_weights, theirs.vision_weights
     return (
