@@ -12,7 +12,6 @@ import torch
 from mtrl.compose import algorithm
 from mtrl.compose.critic_worker import critic_path
 from mtrl.config import Config
-from mtrl.config.unsupported import find_unsupported
 from mtrl.memory.kept_layers import KeepableLayers, choose_kept_layers, full_speed_tokens
 from mtrl.memory.pass_sizes import PassSizes, fit_passes
 from mtrl.memory.plan import Plan, list_savings
@@ -59,7 +58,6 @@ def make_plan(config: Config, on_gpu: bool) -> Plan:
     share_prefix = actor.share_prefix and (own_attention or attention == "eager")
     optimizers = [actor.optim, config.worker.critic.optim] if "values" in spec.needs else [actor.optim]
     limits, split = make_limits(config, spec.needs, on_gpu, share_prefix), make_split(config)
-    offloaded = with_cpu_offload(config)
     return Plan(
         limits=limits if split is None else limits.on_each(split.ranks, sp_size=1),
         split=split,
@@ -78,7 +76,7 @@ def make_plan(config: Config, on_gpu: bool) -> Plan:
         reward_model_parameters=reward_model_parameters(reward.model_path, trusted) if reward.model_path else 0,
         states=ADAM_STATES + (actor.fsdp.param_rounding == "kahan"),
         eight_bit=all(optim.name == "adamw_8bit" for optim in optimizers),
-        offloaded_split=None if find_unsupported(offloaded) else make_split(offloaded),
+        offloaded_split=make_split(with_cpu_offload(config)),
         offload_weights=on_gpu and algorithm.offloads_params(config),
         offload_optimizer=on_gpu and algorithm.offloads_optimizer(config),
         offload_reference=on_gpu and config.worker.ref.offload_params and spec.reads_reference,

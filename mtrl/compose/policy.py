@@ -416,7 +416,7 @@ def _choose_generator(config: Config, policy: Forward, encoder: TextEncoder, get
 
 def build_own_engine(
     config: Config, encoder: TextEncoder, make_policy: Callable[[], Forward]
-) -> tuple[Generator, Backbone | None]:
+) -> tuple[EngineLifecycle, Backbone | None]:
     """The engine of a user's file, and the model that it was given, if it has a field for the policy."""
     spec, offered = config.worker.rollout.name, dict[str, Any](encoder=encoder, model_path=model_path(config))
     backbone: Backbone | None = None

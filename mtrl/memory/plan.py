@@ -41,7 +41,7 @@ class Plan:
     reference_in_update: bool = False
     trust_remote_code: bool = False
     split: Split | None = None  # over ranks; the estimate is for one of them
-    offloaded_split: Split | None = None  # the same with `cpu_offload`; None if that is not supported
+    offloaded_split: Split | None = None  # the same with `cpu_offload`
 
     @property
     def frozen_dtype(self) -> str:

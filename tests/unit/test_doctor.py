@@ -78,14 +78,14 @@ def test_all_problems_are_reported_together(tmp_path, monkeypatch, capsys):
     words = [
         "dataset.train_files=none.jsonl, org/name@train, zoo@train", "dataset.image_dir=nowhere/",
         "worker.reward.functions=[accuracy, rewards.py:f, no_such_package.module:f, json:loads]",
-        "worker.reward.weights=null", "worker.rollout.mode=process",
+        "worker.reward.weights=null", "worker.rollout.engine_kwargs.max_num_seqs=8",
         "training.load_checkpoint_path=nothing_to_load",
         "optimization.perturbation=no_such", "training.logger=[console, no]",
     ]  # fmt: skip
     assert cli.main(["doctor", *words[:-1], "worker.actor.model.model_path=./nothing"]) == 2
     problems = [line for line in capsys.readouterr().out.splitlines() if "PROBLEM" in line]
     for message in (
-        "worker.rollout.mode: process",
+        "worker.rollout.engine_kwargs is not supported",
         "none.jsonl does not exist", "nowhere/ does not exist", "rewards.py does not exist",
         "no module no_such_package.module", "./nothing is no checkpoint directory", "nothing_to_load does not exist",
         "optimization.perturbation: no_such is unknown; use one of ",

@@ -154,8 +154,6 @@ def test_one_process_with_cpu_offload_is_one_rank():
     assert count_held(size, plan).keys() == {"weights of the engine", "workspaces of cuBLAS"}
     advised = list_savings(make_plan(config_for(**PARAMS), on_gpu=True))["worker.actor.fsdp.cpu_offload=true"]
     assert advised.split == plan.split and not advised.offload_weights
-    four_bit = config_for(**{"worker.actor.model.peft_type": "qlora"})
-    assert "worker.actor.fsdp.cpu_offload=true" not in list_savings(make_plan(four_bit, on_gpu=True)), "it is refused"
 
 
 def test_the_preflight_has_the_weights_where_the_step_has_them():

@@ -106,7 +106,7 @@ def test_other_last_names():
         ({"max_steps": "ten"}, "max_steps (training.max_steps): expected a whole number"),
         ({"lr": -1.0}, "lr (worker.actor.optim.lr): "),
         ({"callbacks": [], "seed": "x"}, "seed (dataset.seed): "),
-        ({"tensor_parallel_size": 2, "n_gpus_per_node": 2}, "not supported with"),
+        ({"engine_kwargs": {"max_num_seqs": 8}}, "not supported with"),
         ({"logger": ["trackoi"]}, "training.logger"),
         ({"perturbation": "thunder"}, "random_patch_blackening"),
         ({"rewards": "acuracy"}, "did you mean accuracy"),

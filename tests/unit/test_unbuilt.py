@@ -58,13 +58,6 @@ def test_all_algorithms_are_supported():
     assert "optimization" not in (PACKAGE / "config/unsupported.py").read_text()
 
 
-def test_several_are_reported_together():
-    config = load_config(None, {"worker.rollout.mode": "process", "worker.rollout.engine_kwargs": {"seed": 1}})
-    with pytest.raises(ConfigError) as caught:
-        check_supported(config)
-    assert len(caught.value.errors) == 2
-
-
 @pytest.mark.parametrize("more", [{}, {"worker.rollout.name": "vllm"}, {"training.n_gpus_per_node": 2}])
 def test_all_offloads_together_are_accepted_with_one_line(more):
     """As EasyR1 advises for little memory."""
