@@ -93,7 +93,7 @@ def run(arguments: Sequence[str]) -> int:
         register_own_family(config)
         check_known_family(model, model_path(config))
         problems += check_engine(config, model, device)
-        plan = make_plan(config, device.is_gpu)
+        plan = make_plan(config, device.is_gpu, device.total)
         estimated = estimate(model, plan)
         if device.is_gpu and is_sized_by_memory(config):
             plan, estimated = shrink_to_fit(model, plan, estimated, device.total)
@@ -113,8 +113,12 @@ def run(arguments: Sequence[str]) -> int:
             print(f"    in passes of at most {tokens:,} tokens")
         if device.is_gpu and plan.checkpointing == "auto":
             print("    with all layers checkpointed; auto lets as many as fit keep their activations")
+        saved = count_saved_parameters(estimated, plan) + estimated.critic_parameters
+        if device.is_gpu:
+            print(cpu_memory_report(config, estimated, count_checkpoint_bytes(config, saved)))
         problems += check_memory(estimated, device, partial(find_savings, model, plan, estimated))
-        problems += check_disk(config, count_saved_parameters(estimated, plan) + estimated.critic_parameters)
+        problems += check_vllm_share(config, estimated, plan)
+        problems += check_disk(config, saved)
     if not missing:
         problems += check_rows(config, is_model_known, _note)
     for warning in find_warnings(config):
@@ -218,17 +222,22 @@ def count_saved_parameters(estimated: MemoryEstimate, plan: Plan) -> int:
     if plan.adapters is None:
         return estimated.parameters
     shards = 1 if plan.split is None else plan.split.parts
-    return shards * estimated.held.get("optimizer state", 0) // (ADAM_STATES * plan.weight_bytes)
+    state = (estimated.held | estimated.in_cpu_memory).get("optimizer state", 0)
+    return shards * state // (ADAM_STATES * plan.weight_bytes)
+
+
+def count_checkpoint_bytes(config: Config, parameters: int) -> int:
+    return (1 + ADAM_STATES) * parameters * DTYPES[config.worker.actor.fsdp.param_dtype].itemsize
 
 
 def check_disk(config: Config, parameters: int) -> Iterator[str]:
     """A checkpoint holds weights and optimizer state; in addition to save_limit, there are the best one and the one
     being written."""
-    training, fsdp = config.training, config.worker.actor.fsdp
+    training = config.training
     folder = existing_parent(Path(training.output_dir))
     if not is_writable(folder):
         yield f"training.output_dir: {folder} cannot be written to"
-    checkpoint_bytes = 3 * parameters * DTYPES[fsdp.param_dtype].itemsize
+    checkpoint_bytes = count_checkpoint_bytes(config, parameters)
     count = max(1, training.save_limit) + 2
     free = free_disk(folder)
     print(f"  disk at {folder}: {human_size(free)} free; {count} checkpoints of {human_size(checkpoint_bytes)}")
@@ -247,6 +256,29 @@ def memory_report(estimated: MemoryEstimate, device: Device, on_ranks: bool = Fa
     peak = f"{human_size(estimated.peak_bytes):>12} of {human_size(device.total)} ({device.name})"
     lines.append(f"    {'peak: held and the largest phase':<45} {peak}")
     return "\n".join([*lines, f"    activations are {estimated.method}; all else is counted"])
+
+
+def cpu_memory_report(config: Config, estimated: MemoryEstimate, checkpoint_bytes: int) -> str:
+    """What a machine of the run holds in CPU memory, besides programs and data: a checkpoint is copied there while it
+    is written, by all machines together."""
+    training = config.training
+    parts = {name: training.n_gpus_per_node * nbytes for name, nbytes in estimated.in_cpu_memory.items()}
+    parts["a checkpoint while it is written"] = checkpoint_bytes // training.nnodes
+    listed = ", ".join(f"{name} {human_size(nbytes)}" for name, nbytes in parts.items())
+    return f"  CPU memory of a machine, besides programs and data: {human_size(sum(parts.values()))} ({listed})"
+
+
+def check_vllm_share(config: Config, estimated: MemoryEstimate, plan: Plan) -> Iterator[str]:
+    """The weights must fit into vLLM's share of the device, with some room for keys and values."""
+    if plan.vllm is None:
+        return
+    weights = estimated.parameters * plan.compute_bytes // plan.vllm.tp_size
+    if weights >= plan.vllm.nbytes:
+        share = f"{config.worker.rollout.gpu_memory_utilization:g} of the device is {human_size(plan.vllm.nbytes)}"
+        yield (
+            f"worker.rollout.gpu_memory_utilization: {share}, and the weights of vLLM alone take "
+            f"{human_size(weights)}; raise it, or worker.rollout.tensor_parallel_size"
+        )
 
 
 def check_memory(

@@ -14,7 +14,7 @@ from mtrl.compose.critic_worker import critic_path
 from mtrl.config import Config
 from mtrl.memory.kept_layers import KeepableLayers, choose_kept_layers, full_speed_tokens
 from mtrl.memory.pass_sizes import PassSizes, fit_passes
-from mtrl.memory.plan import Plan, list_savings
+from mtrl.memory.plan import Plan, VllmShare, list_savings
 from mtrl.memory.preflight import ADAM_STATES, Limits, preflight
 from mtrl.memory.shard_sizes import Split
 from mtrl.models.activation_checkpointing import keepable_layers
@@ -51,7 +51,8 @@ def periodic_attention_needs(config: Config) -> Needs:
     return mass | Needs("attention_maps") if config.training.record_attention_maps else mass
 
 
-def make_plan(config: Config, on_gpu: bool) -> Plan:
+def make_plan(config: Config, on_gpu: bool, device_bytes: int = 0) -> Plan:
+    """`device_bytes`: the size of a device, of which vLLM takes a share; 0: not known."""
     actor, reward, attention = config.worker.actor, config.worker.reward, config.worker.actor.model.attn_implementation
     trusted, own_attention = actor.model.trust_remote_code, attention in ("auto", "sdpa")
     compiled, spec = on_gpu and actor.use_torch_compile, algorithm.make_algorithm(config, 1)
@@ -73,6 +74,7 @@ def make_plan(config: Config, on_gpu: bool) -> Plan:
         packed=compiled and actor.padding_free and own_attention,
         compiled=compiled,
         graphs=on_gpu and not (torch.cuda.is_available() and find_spec("triton") is None),  # other machines have it
+        vllm=make_vllm_share(config, device_bytes) if on_gpu and device_bytes else None,
         reward_model_parameters=reward_model_parameters(reward.model_path, trusted) if reward.model_path else 0,
         states=ADAM_STATES + (actor.fsdp.param_rounding == "kahan"),
         eight_bit=all(optim.name == "adamw_8bit" for optim in optimizers),
@@ -100,6 +102,13 @@ def make_split(config: Config) -> Split | None:
         cpu_offload=fsdp.cpu_offload,
         own_engine=config.worker.hybrid_engine and config.engine_name != "vllm",
     )
+
+
+def make_vllm_share(config: Config, device_bytes: int) -> VllmShare | None:
+    rollout = config.worker.rollout
+    if config.engine_name != "vllm" or not config.worker.hybrid_engine or rollout.mode == "server":
+        return None
+    return VllmShare(int(rollout.gpu_memory_utilization * device_bytes), rollout.tensor_parallel_size)
 
 
 def with_cpu_offload(config: Config) -> Config:

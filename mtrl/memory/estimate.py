@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,7 @@ WEIGHTS, REFERENCE, OPTIMIZER = (
     ("optimizer state", "optimizer state of the critic"),
 )
 OPTIMIZER_PIECE = "optimizer state, a piece at a time"
+VLLM = "vLLM: weights, keys and values"
 
 Moments = dict[str, dict[str, int]]  # bytes by phase and moment
 
@@ -59,6 +60,7 @@ class MemoryEstimate:
     held: Parts
     phases: dict[str, Parts]
     method: str  # how activations were measured
+    in_cpu_memory: Parts = field(default_factory=dict)  # of each device's process, while the device has it not
     critic_parameters: int = 0
     piece: int = 0  # bytes of an offloaded optimizer state that are on the device at once
 
@@ -98,10 +100,14 @@ def estimate(config: Any, plan: Plan, wanted: Collection[str] = PHASES) -> Memor
         unscored = [activation_part(each) for each in moments.get("second", {}).items() if each[0] != "score"]
         critic_gradients = {"gradients of the critic": count_bytes(local_sizes(critic[1], plan), plan)}
         of_critic = [critic_gradients | parts for parts in unscored]
-    own_engine = plan.split is not None and plan.split.own_engine  # vLLM's copy, which is not known, is no larger
-    sampling = add_engine(fake, plan, passes.get("sample", []))
+    if plan.vllm is not None:
+        sampling = [{VLLM: plan.vllm.nbytes}]
+    else:  # vLLM's copy, which is not known, is no larger than the weights
+        own_engine = plan.split is not None and plan.split.own_engine
+        engine = add_engine(fake, plan, passes.get("sample", []))
+        sampling = [({} if own_engine else weights) | parts for parts in engine]
     candidates = {
-        "sample": [({} if own_engine else weights) | parts for parts in sampling],
+        "sample": sampling,
         "probe": [weights | parts for parts in passes.get("probe", [])],
         "update": [*(weights | parts for parts in [*passes.get("first", []), *with_gradients]), *of_critic],
     }
@@ -111,7 +117,8 @@ def estimate(config: Any, plan: Plan, wanted: Collection[str] = PHASES) -> Memor
     for phase in wanted:
         fullest = max(candidates[phase], key=lambda parts: sum(parts.values()))
         phases[phase] = _nonzero(fullest | gathered.get(phase, {})) | onloaded_in(phase, offloaded, plan, piece)
-    return MemoryEstimate(size.parameters, always, phases, method, sum(critic[0]), piece)
+    in_cpu_memory = offloaded | count_streamed(size, plan, *critic, packed=packed) | count_asleep(size, plan)
+    return MemoryEstimate(size.parameters, always, phases, method, in_cpu_memory, sum(critic[0]), piece)
 
 
 def shrink_to_fit(config: Any, plan: Plan, estimated: MemoryEstimate, available: int) -> tuple[Plan, MemoryEstimate]:
@@ -161,6 +168,24 @@ def count_held(
             "workspaces of cuBLAS": WORKSPACES if plan.on_gpu else 0,
         }
     )
+
+
+def count_streamed(
+    size: ModelSize, plan: Plan, critic: Iterable[int], critic_learning: Iterable[int], packed: Sequence[int]
+) -> Parts:
+    """Bytes that are in CPU memory all the time, by `cpu_offload`: what the device would hold, and gradients."""
+    if plan.split is None or not plan.split.cpu_offload:
+        return {}
+    held = replace(plan, split=replace(plan.split, cpu_offload=False))
+    whole, rest = (count_held(size, each, critic, critic_learning, packed) for each in (held, plan))
+    gradients = count_bytes(local_sizes([*size.learning, *critic_learning], held), held)
+    return _nonzero({name: nbytes - rest.get(name, 0) for name, nbytes in whole.items()} | {"gradients": gradients})
+
+
+def count_asleep(size: ModelSize, plan: Plan) -> Parts:
+    if plan.vllm is None:
+        return {}
+    return {"weights of vLLM, asleep": sum(size.tensors) * plan.compute_bytes // plan.vllm.tp_size}
 
 
 def local_sizes(tensors: Iterable[int], plan: Plan) -> Iterable[int]:

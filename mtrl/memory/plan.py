@@ -15,6 +15,15 @@ from mtrl.workers.micro_batches import MicroBatching
 
 
 @dataclass(frozen=True)
+class VllmShare:
+    """What a vLLM engine on the trainer's devices takes of each while it samples. Asleep, its weights are in CPU
+    memory."""
+
+    nbytes: int  # weights, activations, keys and values
+    tp_size: int = 1  # devices that hold its weights together
+
+
+@dataclass(frozen=True)
 class Plan:
     """Settings of a configuration that decide about memory."""
 
@@ -31,6 +40,7 @@ class Plan:
     packed: bool = False  # one sequence with a block mask; otherwise a mask matrix for each sequence
     compiled: bool = False  # MLPs, which then keep no narrow copies of their weights
     graphs: bool = False  # generation by CUDA graphs if the model's layers are known; otherwise by the plain engine
+    vllm: VllmShare | None = None  # None: another engine, or the size of the device is not known
     reward_model_parameters: int = 0
     critic: Any = None  # config of the critic's model, if any
     states: int = ADAM_STATES  # numbers per trainable weight in the optimizer

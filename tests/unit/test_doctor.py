@@ -11,12 +11,14 @@ import pytest
 from tiny_models import checkpoint
 
 from mtrl import cli
+from mtrl.bench.shapes import write_files
 from mtrl.commands import doctor, installed
 from mtrl.commands.doctor import GIB
 from mtrl.commands.installed import Device, Feature
 from mtrl.config import load_config
 from mtrl.memory.estimate import MemoryEstimate
 from mtrl.memory.fake_model import NotEstimated
+from mtrl.memory.plan import Plan, VllmShare
 from mtrl.models.families import load_model_config
 from mtrl.utils import machine
 
@@ -149,6 +151,25 @@ def test_advice_if_it_does_not_fit():
     assert list(doctor.check_memory(small, A_GPU, lambda: pytest.fail("nobody asked"))) == []
 
 
+def test_the_weights_of_vllm_must_fit_into_its_share():
+    """3 billion numbers in bf16 are 5.59 GiB; two devices hold a half each."""
+    config = load_config(None, {"worker.rollout.gpu_memory_utilization": 0.1})
+    plan = Plan(None, compute="bf16", vllm=VllmShare(4 * GIB))
+    (problem,) = doctor.check_vllm_share(config, BIG, plan)
+    assert "0.1 of the device is 4.00 GiB, and the weights of vLLM alone take 5.59 GiB; raise it" in problem
+    for fits in (VllmShare(6 * GIB), VllmShare(4 * GIB, tp_size=2), None):
+        assert list(doctor.check_vllm_share(config, BIG, replace(plan, vllm=fits))) == []
+
+
+def test_cpu_memory_of_a_machine_with_two_devices():
+    config = load_config(None, {"training.n_gpus_per_node": 2, "training.nnodes": 3})
+    found = replace(BIG, in_cpu_memory={"weights": GIB, "optimizer state": 2 * GIB})
+    assert doctor.cpu_memory_report(config, found, 9 * GIB) == (
+        "  CPU memory of a machine, besides programs and data: 9.00 GiB (weights 2.00 GiB, optimizer state 4.00 GiB, "
+        "a checkpoint while it is written 3.00 GiB)"
+    )
+
+
 @pytest.mark.slow
 def test_advice_comes_with_the_resulting_peak(capsys, monkeypatch):
     """On a device that is too small for the embedded task."""
@@ -170,6 +191,21 @@ def test_a_gpu_that_is_not_here(capsys, fake_passes):
     assert "of 80.00 GiB (a GPU of 80 GiB)" in said and "workspaces of cuBLAS" in said and "It can run there" in said
     assert cli.main(["doctor", "--gpu", "large"]) == 2
     assert "--gpu: large is no number of GiB" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_quick_start_for_eight_cards(tmp_path, capsys, monkeypatch):
+    """A shape without weights and without the data: everything else is told."""
+    write_files(tmp_path / "model", "7b")
+    words = [f"worker.actor.model.model_path={tmp_path / 'model'}", "--gpu", "80"]
+    assert cli.main(["doctor", str(ROOT / "tests/data/quickstart.yaml"), *words]) == 2
+    said = capsys.readouterr().out
+    (peak,) = (line for line in said.splitlines() if "peak: held" in line)
+    assert "8,294.7 million parameters; memory of each device" in said
+    assert "vLLM: weights, keys and values          32.00 GiB" in said
+    assert 32 < float(peak.split("largest phase")[1].split()[0]) < 80
+    assert "weights of vLLM, asleep 123.60 GiB" in said, "eight copies in bf16"
+    assert "not supported" not in said
 
 
 def mib_in(line: str, after: str) -> float:

@@ -23,6 +23,7 @@ from mtrl.memory.shard_sizes import Split
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_model_config
 from mtrl.models.forward import Forward
+from mtrl.models.load_model import DTYPES
 from mtrl.models.model_size import ModelSize, model_size
 from mtrl.models.value_head import load_value_model
 from mtrl.rollout.local import LocalGenerator
@@ -122,6 +123,34 @@ def test_weights_count_in_the_phases_that_read_them(ranks):
         reads = phase != "sample" or ranks == 1  # on ranks the engine has its own copy
         assert moved.phases[phase] == ({"weights": weights} if reads else {}) | parts
     assert moved.peak_bytes == plain.peak_bytes if ranks == 1 else moved.peak_bytes <= plain.peak_bytes
+
+
+VLLM_SHARE = {
+    "worker.rollout.name": "vllm", "worker.rollout.gpu_memory_utilization": 0.25,
+    "worker.rollout.tensor_parallel_size": 2, "training.n_gpus_per_node": 2,
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("by_hand")
+def test_vllm_takes_its_share_while_it_samples_and_its_weights_sleep_in_cpu_memory():
+    config, model = config_for(**PARAMS, **VLLM_SHARE), load_model_config(str(checkpoint("qwen2")))
+    found = estimate(model, make_plan(config, on_gpu=True, device_bytes=80 << 30))
+    assert found.phases["sample"] == {"vLLM: weights, keys and values": 20 << 30}, "the actor's weights made room"
+    width = DTYPES[config.worker.actor.fsdp.mixed_precision_dtype].itemsize
+    assert found.in_cpu_memory["weights of vLLM, asleep"] == found.parameters * width // 2
+    assert found.in_cpu_memory["weights"] == found.phases["probe"]["weights"]
+    server = {"worker.rollout.mode": "server", "worker.rollout.address": "host:1", "worker.rollout.name": "vllm"}
+    for keys, size in ((VLLM_SHARE, 0), (server, 80 << 30), ({}, 80 << 30)):
+        assert make_plan(config_for(**keys), on_gpu=True, device_bytes=size).vllm is None
+
+
+@pytest.mark.usefixtures("by_hand")
+def test_what_is_streamed_is_in_cpu_memory():
+    """Weights, gradients and optimizer state that the device of a rank would hold."""
+    held, streamed = (estimated(**{"training.n_gpus_per_node": 2}, **keys) for keys in ({}, CPU_OFFLOAD))
+    for name in ("weights", "weights of the reference", "optimizer state"):
+        assert name not in streamed.held and streamed.in_cpu_memory[name] == held.held[name]
+    assert streamed.in_cpu_memory["gradients"] == held.phases["update"]["gradients"] and not held.in_cpu_memory
 
 
 @pytest.mark.usefixtures("by_hand")
