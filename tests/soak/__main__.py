@@ -9,6 +9,7 @@ ranks              20 x SIGKILL of a rank of two by Ray, once of their driver: t
 ranks_combined     the same with critic, adapters and replay
 torchrun           20 x SIGKILL of a rank of two without Ray, the first or the second, the same
 torchrun_combined  the same with critic, adapters and replay
+torchrun_offloaded the same as torchrun_combined, with all offloading
 compare            20 x SIGKILL of `mtrl compare` or of a process that it has started: the same results in the end
 view               10,000 odd requests to `mtrl view` of damaged run folders, while a run writes
 configs            10,000 damaged configurations: no traceback, no hang
@@ -40,6 +41,7 @@ TRIALS: dict[str, tuple[str, dict[str, Any]]] = {  # module, function and its si
     "ranks_combined": ("lost_ranks.lost_ranks", {"count": 20, "combined": True}),
     "torchrun": ("torchrun_ranks.torchrun_ranks", {"count": 20}),
     "torchrun_combined": ("torchrun_ranks.torchrun_ranks", {"count": 20, "combined": True}),
+    "torchrun_offloaded": ("torchrun_ranks.torchrun_ranks", {"count": 20, "combined": True, "offloaded": True}),
     "compare": ("killed_compare.killed_compare", {"count": 20}),
     "signals": ("struck_runs.strikes", {"count": 20, "signals": ASK}),
     "lora": ("struck_runs.strikes", {"count": 20, "signals": KILL, "adapters": True}),

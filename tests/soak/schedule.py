@@ -19,7 +19,7 @@ from soak.ledger import Ledger
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS = {"ranks": "ray", "ranks_combined": "ray", "compare": "scipy", "view": "uvicorn", "lora": "peft"}
-NEEDS |= {"torchrun_combined": "peft"}
+NEEDS |= {"torchrun_combined": "peft", "torchrun_offloaded": "peft"}
 LAST_LINES = 30  # of a failed trial
 
 

@@ -30,12 +30,18 @@ GRACE = 60.0  # seconds until the processes of a rank must have ended
 SECONDS = 5.0  # seconds in which a rank that lost the other ends by itself, before it is terminated
 PATIENCE = 600.0  # seconds without the moment, or for which a rank outlives another: then something hangs
 IMPORTED = ("mtrl.cli", "mtrl.commands.train", "mtrl.compose.run", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl")
+OFFLOADED = (
+    "worker.actor.fsdp.cpu_offload=true", "worker.actor.offload.offload_params=true",
+    "worker.actor.offload.offload_optimizer=true", "worker.ref.offload_params=true",
+    "optimization.disable_divergence=false",
+)  # fmt: skip
 FORK = multiprocessing.get_context("fork")
 
 
-def torchrun_ranks(ledger: Ledger, count: int, combined: bool = False) -> None:
+def torchrun_ranks(ledger: Ledger, count: int, combined: bool = False, offloaded: bool = False) -> None:
     """Kills the first or the second rank `count` times, at start-up, within a step and during the writing of a
-    checkpoint; then compares. `combined`: with critic, adapters and replay."""
+    checkpoint; then compares. `combined`: with critic, adapters and replay. `offloaded`: weights, gradients and
+    optimizer state are in CPU memory, streamed unit by unit."""
     os.environ |= {MARK: str(ledger.directory), "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "soak"}
     for module in IMPORTED:
         import_module(module)
@@ -43,7 +49,7 @@ def torchrun_ranks(ledger: Ledger, count: int, combined: bool = False) -> None:
     settings = [
         f"training.max_steps={steps}", "training.save_freq=1", "training.save_limit=2", "training.val_freq=-1",
         "training.val_before_train=false", f"training.n_gpus_per_node={RANKS}",
-        *(COMBINED if combined else ()),
+        *(COMBINED if combined else ()), *(OFFLOADED if offloaded else ()),
     ]  # fmt: skip
     whole, struck = ledger.directory / "whole", ledger.directory / "struck"
     if not ledger.get("undisturbed"):
