@@ -2,7 +2,8 @@
 # make demo       a vision-language model learns by reinforcement, on this machine, in minutes
 # make demo-cluster  the demo on two processes, by Ray
 # make test       the suite: five minutes on two cores
-# make test-lanes what needs more: test-kernels (Triton's interpreter), test-cluster (Ray, FSDP2 on CPU ranks),
+# make test-lanes what needs more: test-kernels (Triton's interpreter), test-extras (loggers, 4-bit models, mtrl compare
+#                 and mtrl prepare), test-cluster (Ray, FSDP2 on CPU ranks),
 #                 test-browser (the viewer in Chromium), test-notebook (examples/tutorial.ipynb in a kernel),
 #                 test-vllm (its CPU build, in a separate environment of 3.5 GB)
 # make test-all   suite with every combination of its products, lanes, slow tests, vLLM in other processes and on ranks,
@@ -21,8 +22,8 @@ DOCS_INSTALLED := .venv/.installed-docs
 VLLM_BIN := .venv-vllm/bin
 VLLM_INSTALLED := .venv-vllm/.installed
 
-.PHONY: setup browser demo demo-cluster test test-kernels test-cluster test-browser test-notebook test-lanes setup-vllm \
-	test-vllm test-all soak lint format reference models speed docs
+.PHONY: setup browser demo demo-cluster test test-kernels test-extras test-cluster test-browser test-notebook test-lanes \
+	setup-vllm test-vllm test-all soak lint format reference models speed docs
 
 setup: $(INSTALLED)
 
@@ -45,7 +46,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # which tests of ranks do. Files are distributed in order, so that those with few long tests do not come last.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 KERNELS := $(wildcard tests/unit/test_decode_*.py)
-LANES := tests/cluster tests/browser tests/notebook $(KERNELS)
+EXTRAS := $(wildcard $(foreach name,compare prepare loggers quantized eight_bit,tests/unit/test_$(name)*.py))
+LANES := tests/cluster tests/browser tests/notebook $(KERNELS) $(EXTRAS)
 SKIPPED := tests/gpu tests/soak
 
 test: setup
@@ -53,6 +55,9 @@ test: setup
 
 test-kernels: setup
 	$(PYTEST) $(KERNELS)
+
+test-extras: setup
+	$(PYTEST) $(EXTRAS)
 
 test-cluster: setup
 	$(PYTEST) tests/cluster
@@ -63,7 +68,7 @@ test-browser: setup browser
 test-notebook: setup
 	$(PYTEST) tests/notebook
 
-test-lanes: test-kernels test-cluster test-browser test-notebook test-vllm
+test-lanes: test-kernels test-extras test-cluster test-browser test-notebook test-vllm
 
 # Chromium is installed if we may; without it the tests of the viewer are skipped.
 browser:
