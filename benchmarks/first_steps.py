@@ -129,13 +129,13 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
     return {"bench": "first_steps", "args": arguments, "settings": workload.reported_settings(), "steps": rows}
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """The sizes and settings of a run that is made for a measurement."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="any other key of the run")
     parser.add_argument("--size", choices=SHAPES, default="tiny")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--generations", type=int, default=2)
-    parser.add_argument("--sides", type=int, nargs="+", default=[56, 84, 112], help="of the pictures, in pixels")
     parser.add_argument("--completion", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -145,6 +145,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for switch in ("tprl", "attention"):
         parser.add_argument(f"--{switch}", action="store_true")
     parser.add_argument("--out", type=Path, default=None)
+    return parser
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    parser.add_argument("--sides", type=int, nargs="+", default=[56, 84, 112], help="of the pictures, in pixels")
     return parser.parse_intermixed_args(arguments)
 
 

@@ -36,10 +36,10 @@ from typing import Any
 import torch
 
 from benchmarks.environment import finish
+from benchmarks.first_steps import make_parser
 from mtrl.bench.measure import PHASES, MeasuredRun, Row, open_run
 from mtrl.bench.random_run import write_run
-from mtrl.bench.shapes import SHAPES
-from mtrl.bench.workload import DTYPES, Workload
+from mtrl.bench.workload import Workload
 from mtrl.checkpoint.manifest import CHUNK
 
 BLOCK = {"cuda": 2**30, "cpu": 2**20}  # bytes at a time
@@ -187,22 +187,9 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="any other key of the run")
-    parser.add_argument("--size", choices=SHAPES, default="tiny")
-    parser.add_argument("--prompts", type=int, default=2)
-    parser.add_argument("--generations", type=int, default=2)
+    parser = make_parser(__doc__)
     parser.add_argument("--image-side", type=int, default=56)
-    parser.add_argument("--completion", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=3, help="next to each kind of work")
     parser.add_argument("--only", nargs="+", choices=WORKS)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="dtype of the master weights")
-    parser.add_argument("--text-tokens", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0)
-    for switch in ("tprl", "attention"):
-        parser.add_argument(f"--{switch}", action="store_true")
-    parser.add_argument("--out", type=Path, default=None)
     return parser.parse_intermixed_args(arguments)
 
 
