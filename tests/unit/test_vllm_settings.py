@@ -19,7 +19,13 @@ from mtrl.models.forward import Forward
 from mtrl.rollout.local import LocalGenerator
 from mtrl.rollout.vllm import settings
 from mtrl.rollout.vllm import weight_files as handover
-from mtrl.rollout.vllm.inprocess import VllmInProcess, first_line
+from mtrl.rollout.vllm.inprocess import (
+    COMPILE_THREADS,
+    NVML_CHECK,
+    VllmInProcess,
+    first_line,
+    preserve_compile_settings,
+)
 from mtrl.rollout.vllm.process_engine import VllmProcess, current_gpu
 from mtrl.utils.errors import StartError
 
@@ -200,3 +206,21 @@ def test_auto_reports_that_it_is_local_and_when_vllm_would_be_faster(known, capf
         assert ("'gemma' are not supported); worker.rollout.name=vllm" in said) is (
             name == "auto" and learns and not known
         )
+
+
+@pytest.mark.parametrize("own", [None, "3"])
+def test_the_trainer_compiles_with_as_many_threads_as_before(own, monkeypatch):
+    """What vLLM 0.32 does when it is imported, before and after torch has read the variable."""
+    from torch._inductor import config
+
+    monkeypatch.delenv(NVML_CHECK, raising=False)
+    if own is None:
+        monkeypatch.delenv(COMPILE_THREADS, raising=False)
+    else:
+        monkeypatch.setenv(COMPILE_THREADS, own)
+    with config.patch(compile_threads=config.compile_threads):  # restored after the test
+        with preserve_compile_settings():
+            os.environ |= {COMPILE_THREADS: "1", NVML_CHECK: "1"}
+            config.compile_threads = 1
+        assert os.environ.get(COMPILE_THREADS) == own and NVML_CHECK not in os.environ
+        assert config.compile_threads == (config.decide_compile_threads() if own is None else 3)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +17,8 @@ from mtrl.rollout.vllm.requests import Request, Response
 from mtrl.rollout.vllm.settings import prepare_environment
 from mtrl.utils.errors import RunError, StartError
 
+COMPILE_THREADS, NVML_CHECK = "TORCHINDUCTOR_COMPILE_THREADS", "PYTORCH_NVML_BASED_CUDA_CHECK"
+
 
 class VllmInProcess:
     """`arguments` are those of `vllm.LLM`; `image_arguments` those of its image processor, for each request."""
@@ -23,7 +27,7 @@ class VllmInProcess:
         prepare_environment()
         self.image_arguments = dict(image_arguments or {})
         self.sleeps = bool(arguments.get("enable_sleep_mode"))
-        with preserve_torch_threads():
+        with preserve_torch_threads(), preserve_compile_settings():
             from vllm import LLM
 
             try:
@@ -123,6 +127,24 @@ def first_line(error: BaseException) -> str:
     """The first non-empty line of the message, since vLLM's are pages long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+@contextmanager
+def preserve_compile_settings() -> Iterator[None]:
+    """When it is imported, vLLM makes torch compile with a single thread and ask NVML for GPUs, by variables that it
+    leaves behind; the trainer's kernels would be compiled one after the other. This restores what was set."""
+    before = {name: os.environ.get(name) for name in (COMPILE_THREADS, NVML_CHECK)}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        config: Any = sys.modules.get("torch._inductor.config")
+        if config is not None:  # it may have read the variable
+            config.compile_threads = config.decide_compile_threads()
 
 
 @contextmanager
