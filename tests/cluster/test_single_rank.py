@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from rank_helpers import run_in_fork
 from run_helpers import read_metrics, tiny_settings
 from safetensors.torch import load_file
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -53,10 +54,14 @@ def trainer(output, settings, callbacks=()):
     return mtrl.Trainer(callbacks=callbacks, **keys)
 
 
-def test_a_single_rank_trains_as_the_plain_process(tmp_path, monkeypatch):
+def test_a_single_rank_trains_as_the_plain_process(tmp_path):
+    run_in_fork(compare_with_plain_process, tmp_path, tmp_path)
+
+
+def compare_with_plain_process(tmp_path):
     policies = []
     shard = fsdp.fully_shard
-    monkeypatch.setattr(fsdp, "fully_shard", lambda unit, **o: policies.append(o["offload_policy"]) or shard(unit, **o))
+    fsdp.fully_shard = lambda unit, **o: policies.append(o["offload_policy"]) or shard(unit, **o)
     plain = trainer(tmp_path / "plain", {}).train()
     assert not policies
     with pytest.raises(Exception, match="the first attempt ends here"):
@@ -77,14 +82,18 @@ def test_a_single_rank_trains_as_the_plain_process(tmp_path, monkeypatch):
         assert all(torch.equal(others[name], weight) for name, weight in weights.items()), file
 
 
-def test_it_restarts_with_smaller_passes_and_frees_its_models(tmp_path, monkeypatch):
+def test_it_restarts_with_smaller_passes_and_frees_its_models(tmp_path):
+    run_in_fork(restart, tmp_path, tmp_path)
+
+
+def restart(tmp_path):
     calls, try_gradients = [], Learner._try_gradients
 
     def fails_once(learner, batch, loss):
         calls.append((learner.cut_to, sum(type(each) is type(learner.model) for each in gc.get_objects())))
         return (None, "as if the device was full.") if len(calls) == 2 else try_gradients(learner, batch, loss)
 
-    monkeypatch.setattr(Learner, "_try_gradients", fails_once)
+    Learner._try_gradients = fails_once
     settings = OFFLOADS | {"optimization.advantage_estimator": "grpo", "optimization.disable_divergence": True}
     run = trainer(tmp_path, settings).train()
     sizes, models = zip(*calls, strict=True)
