@@ -20,12 +20,20 @@ MAX_GAPS = 15
 
 def profile(work: Callable[[], Result], device: str) -> tuple[Result, str]:
     """The result of the work, and its kernels."""
-    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[activity]) as profiler:
+    with make_profiler(device) as profiler:
         begin = time.perf_counter()
         result = work()
         wait()
         taken = time.perf_counter() - begin
+    return result, make_table(profiler, taken, device)
+
+
+def make_profiler(device: str) -> Any:
+    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    return torch.profiler.profile(activities=[activity])
+
+
+def make_table(profiler: Any, taken: float, device: str) -> str:
     kind = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"  # in microseconds
     found = [(getattr(each, kind) / 1000, each.count, each.key) for each in profiler.key_averages()]
     rows = sorted((row for row in found if row[0] > 0), reverse=True)
@@ -34,7 +42,7 @@ def profile(work: Callable[[], Result], device: str) -> tuple[Result, str]:
         f"# {taken:.3f} s with the profiler, {listed:.3f} s of it in the kernels below, the slowest first.",
         *(f"{ms:9.2f} ms {calls:7d}  {key[:100]}" for ms, calls, key in rows[:MAX_KERNELS]),
     ]
-    return result, "\n".join(lines + (find_gaps(profiler) if device == "cuda" else [])) + "\n"
+    return "\n".join(lines + (find_gaps(profiler) if device == "cuda" else [])) + "\n"
 
 
 def find_gaps(profiler: Any) -> list[str]:
@@ -72,3 +80,26 @@ def profile_methods(owner: Any, names: tuple[str, ...], device: str, tables: dic
 
     for name in names:
         setattr(owner, name, profiled(name, getattr(owner, name)))
+
+
+def profile_calls(owner: Any, name: str, calls: range, device: str, tables: dict[str, str]) -> None:
+    """Let these calls of a method, counted from 0, write one table of their kernels."""
+    method: Callable[..., Any] = getattr(owner, name)
+    profiler, begin, call = make_profiler(device), 0.0, -1
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        nonlocal begin, call
+        call += 1
+        if call == calls.start:
+            wait()
+            profiler.start()
+            begin = time.perf_counter()
+        result = method(*arguments, **named)
+        if call == calls.stop - 1:
+            wait()
+            taken = time.perf_counter() - begin
+            profiler.stop()
+            tables[f"{len(calls)} calls of {name}"] = make_table(profiler, taken, device)
+        return result
+
+    setattr(owner, name, run)

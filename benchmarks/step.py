@@ -18,7 +18,7 @@ alike. The first step is the warm-up, and medians leave it out.
 --stored writes the weights to disk, and the run reads them. This is always so when torchrun starts the benchmark, on
 one rank whose models are sharded by FSDP2: `torchrun --nproc-per-node 1 -m benchmarks.step ..`.
 --save saves a checkpoint after the last step and reports how long it blocked the loop. --profile writes the kernels of
-the probes and the update of one more step.
+the probes, the update and some steps of decoding of one more step.
 
 --memory-gib 24 simulates a GPU of 24 GiB for everything that runs on it. Peaks are those of torch's allocator in each
 phase; generation's memory outside the allocator is in `peak_gb_buffers`. `halved` names the sizes that had to be halved
@@ -41,7 +41,7 @@ from typing import Any
 import torch
 
 from benchmarks.environment import finish
-from benchmarks.kernels import profile_methods
+from benchmarks.kernels import profile_calls, profile_methods
 from benchmarks.measure import compute_device
 from mtrl.bench.environment import commit, hardware
 from mtrl.bench.measure import MeasuredRun, make_result, open_run
@@ -52,6 +52,7 @@ from mtrl.utils.machine import started_by_torchrun
 
 SHARED_ARGUMENTS = ("size", "prompts", "generations", "image_side", "completion", "steps", "device", "micro_batch",
                     "text_tokens", "seed")  # fmt: skip
+DECODED_STEPS = 16  # in a profile
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -98,9 +99,12 @@ def measure_step(measured: MeasuredRun, step: int) -> dict[str, Any]:
 
 
 def profile_step(measured: MeasuredRun) -> str:
-    """The kernels of the probes and the update of one more step."""
+    """The kernels of the probes, the update and some steps of decoding in the middle of one more step."""
     tables: dict[str, str] = {}
     device, steps = measured.workload.device, measured.workload.steps
+    generator, middle = measured.components.generator, measured.workload.completion // 2
+    if hasattr(generator, "_replay"):
+        profile_calls(generator, "_replay", range(middle, middle + DECODED_STEPS), device, tables)
     profile_methods(measured.actor, ("probe", "update"), device, tables)
     measured.training.loop.step(steps)
     title = f"# {hardware()['gpu' if device == 'cuda' else 'cpu']}, commit {commit()}: {' '.join(sys.argv[1:])}"

@@ -17,7 +17,7 @@ from mtrl.memory.pass_sizes import PassSizes, fit_passes
 from mtrl.memory.plan import Plan, VllmShare, list_savings
 from mtrl.memory.preflight import ADAM_STATES, Limits, preflight
 from mtrl.memory.shard_sizes import Split
-from mtrl.models.activation_checkpointing import keepable_layers
+from mtrl.models.activation_checkpointing import keepable_layers, vision_layers
 from mtrl.models.families import load_model_config
 from mtrl.models.forward import Forward
 from mtrl.models.model_size import reward_model_parameters
@@ -59,6 +59,7 @@ def make_plan(config: Config, on_gpu: bool, device_bytes: int = 0) -> Plan:
     share_prefix = actor.share_prefix and (own_attention or attention == "eager")
     optimizers = [actor.optim, config.worker.critic.optim] if "values" in spec.needs else [actor.optim]
     limits, split = make_limits(config, spec.needs, on_gpu, share_prefix), make_split(config)
+    limits = replace(limits, encodes_ahead=on_gpu and split is None)  # and without dropout
     return Plan(
         limits=limits if split is None else limits.on_each(split.ranks, sp_size=1),
         split=split,
@@ -151,11 +152,13 @@ def preflight_on_gpu(
     limits = make_limits(config, needs, on_gpu=True, share_prefix=policy.share_prefix)
     limits = limits.on_each(backbone.ranks.size, sp_size)
     sized, actor = is_sized_by_memory(config), learners[0]
+    limits = replace(limits, encodes_ahead=actor.encodes_ahead)
     if actor.cut_to:  # the resumed run has reduced its passes before
         limits = limits.within(actor.cut_to)
     may_keep = plan.checkpointing == "auto" and (pass_sizes is None or pass_sizes.may_keep_layers)
     keepable = keepable_layers(backbone.model) if may_keep else []
-    layers = KeepableLayers.on_gpu(keepable, backbone.device, backbone.ranks)
+    twice = vision_layers(backbone.model, keepable) if actor.encodes_ahead else []
+    layers = KeepableLayers.on_gpu(keepable, backbone.device, backbone.ranks, twice)
     run_all = partial(run_once, watch_update=layers.measure)
     peaks = fit_passes(run_all, limits, policy, learners if sized else [], pass_sizes)
     if keepable:

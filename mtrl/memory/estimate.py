@@ -304,13 +304,13 @@ def measure_at(fake: FakeModel, plan: Plan, wanted: Collection[str], depth: tupl
         count("sample", partial(prefill, backbone, fake.encoder, passes.prompts))
     if "probe" in wanted:
         count("probe", passes.probe)
-    updates = passes.updates() if "update" in wanted else []
-    for phase, rollouts in zip(("first", "second"), updates, strict=False):
-        if phase == "second" and len(rollouts) == len(updates[0]):
+    updates = passes.passes() if "update" in wanted else []
+    for phase, (rollouts, following) in zip(("first", "second"), updates, strict=False):
+        if phase == "second" and len(rollouts) == len(updates[0][0]):
             peaks["second"] = peaks["first"]
         else:
             fake.fill_gradients()
-            count(phase, partial(passes.learn, rollouts))
+            count(phase, partial(passes.learn, rollouts, following))
     return peaks
 
 

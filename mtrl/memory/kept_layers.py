@@ -7,7 +7,7 @@ fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,12 +60,15 @@ class KeepableLayers:
     layers: Sequence[Any]
     allocated: Callable[[], int]  # bytes in use
     spare: Callable[[], int]  # bytes left at the peak of the update
+    twice: Collection[Any] = ()  # those that hold the activations of two passes at once
     ranks: Ranks = SINGLE_PROCESS
     fitting: int = 0
 
     @classmethod
-    def on_gpu(cls, layers: Sequence[Any], device: torch.device, ranks: Ranks) -> KeepableLayers:
-        return cls(layers, partial(torch.cuda.memory_allocated, device), partial(spare_bytes, device), ranks)
+    def on_gpu(
+        cls, layers: Sequence[Any], device: torch.device, ranks: Ranks, twice: Collection[Any] = ()
+    ) -> KeepableLayers:  # fmt: skip
+        return cls(layers, partial(torch.cuda.memory_allocated, device), partial(spare_bytes, device), twice, ranks)
 
     @contextmanager
     def measure(self) -> Iterator[None]:
@@ -74,6 +77,7 @@ class KeepableLayers:
         with measure_recomputed(self.layers, self.allocated) as costs:
             yield
         if self.layers:
+            costs = [cost * (2 if layer in self.twice else 1) for layer, cost in zip(self.layers, costs, strict=True)]
             self.fitting = -self.ranks.all_reduce_max(-count_fitting(costs, self.spare()))
 
     def keep(self, count: int) -> Sequence[Any]:

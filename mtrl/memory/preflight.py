@@ -54,6 +54,7 @@ class Limits:
     probe: MicroBatching
     needs: Needs
     full_divergence: bool = False  # whether the update reads the reference's whole vocabulary
+    encodes_ahead: bool = False  # whether an update encodes the images of the next pass before a backward pass
 
     @property
     def batch(self) -> Batch:
@@ -157,9 +158,17 @@ class MemoryPreflight:
         rollouts = self.rollouts(self.limits.prompts_per_update)
         return [rollouts.rows(index) for index in self.limits.update.split(rollouts)[:2]]
 
-    def learn(self, part: Rollouts) -> None:
+    def learn(self, part: Rollouts, following: Rollouts | None = None) -> None:
+        """A pass of an update. The images of the `following` one are encoded before the backward pass."""
         total, *_held = run_forward(self.forward.backbone.model, lambda: self._loss(part))
+        _ahead = None if following is None else self.forward.prepare(following)
         total.backward()
+
+    def passes(self) -> list[tuple[Rollouts, Rollouts | None]]:
+        """The updates, and the rows whose images are encoded ahead: those of the first, largest one stand in."""
+        parts = self.updates()
+        following = parts[0] if self.limits.encodes_ahead and len(parts) > 1 else None
+        return [(part, following) for part in parts]
 
     def _loss(self, part: Rollouts) -> tuple[Tensor, ...]:
         """A scalar to differentiate, and the tensors that a loss holds until then. The policy stands in for its
@@ -177,14 +186,15 @@ class MemoryPreflight:
         return (total, hidden, *values, *(() if reference is None else (reference,)))
 
     def update(self) -> None:
-        for part in self.updates():
-            self.learn(part)
+        for part, following in self.passes():
+            self.learn(part, following)
 
     def update_critic(self) -> None:
         critic = self.critic
         assert critic is not None
-        for part in self.updates():
+        for part, following in self.passes():
             values: Tensor = run_forward(critic.backbone.model, partial(critic.values, part))
+            _ahead = None if following is None else critic.prepare(following)
             values.sum().backward()
 
     @property

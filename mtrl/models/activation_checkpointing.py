@@ -51,10 +51,16 @@ def keepable_layers(model: Any) -> list[Any]:
     """The layers that are recomputed in a backward pass, in the order in which they should rather keep their
     activations: the language model from its last layer to its first, then the vision tower. The last layers are freed
     first in the backward pass; the narrower tower saves less time per byte."""
-    language = set(find_family(model.config).find_language_model(model).modules())
     layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
     layers = [layer for layer in reversed(layers) if any(weight.requires_grad for weight in layer.parameters())]
-    return sorted(layers, key=lambda layer: layer not in language)
+    vision = set(vision_layers(model, layers))
+    return sorted(layers, key=lambda layer: layer in vision)
+
+
+def vision_layers(model: Any, layers: Iterable[Any]) -> list[Any]:
+    """Those of the layers that are outside of the language model."""
+    language = set(find_family(model.config).find_language_model(model).modules())
+    return [layer for layer in layers if layer not in language]
 
 
 def keep_activations(layers: Iterable[Any], keep: bool = True) -> None:

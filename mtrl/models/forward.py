@@ -46,6 +46,14 @@ FUSED_CHUNK = 2048  # positions; every chunk reads and writes the gradient of th
 Views = Sequence[tuple[np.ndarray, ...]]  # perturbed media per prompt
 
 
+@dataclass(frozen=True, eq=False)
+class PreparedPass:
+    """The beginning of a pass over some rollouts: their layout, and the features of each document's images."""
+
+    layout: Layout
+    features: list[Features | None]
+
+
 @dataclass(frozen=True)
 class Forward:
     """Scores rollouts under the model's current weights, at the rollout temperature.
@@ -79,15 +87,19 @@ class Forward:
         return unpack(self.scores(rollouts).logp, rollouts.mask)
 
     def scores(
-        self, rollouts: Rollouts, entropy: bool = False, routing: RoutingReader | None = None
-    ) -> TokenScores:  # fmt: skip
+        self,
+        rollouts: Rollouts,
+        entropy: bool = False,
+        routing: RoutingReader | None = None,
+        prepared: PreparedPass | None = None,
+    ) -> TokenScores:
         """[M] log-probs with gradients; with `entropy` also entropies and the support mass, without gradients."""
-        return self.score_tokens(self.response_hidden(rollouts, routing), rollouts, entropy)
+        return self.score_tokens(self.response_hidden(rollouts, routing, prepared), rollouts, entropy)
 
-    def values(self, rollouts: Rollouts) -> Tensor:
+    def values(self, rollouts: Rollouts, prepared: PreparedPass | None = None) -> Tensor:
         """[M] with gradients: the value of the state before each token, the one that predicts it."""
-        values = self.response_hidden(rollouts).float() @ self.backbone.output_matrix[0].float()
-        return self.gather_tokens(values, rollouts)
+        hidden = self.response_hidden(rollouts, prepared=prepared)
+        return self.gather_tokens(hidden.float() @ self.backbone.output_matrix[0].float(), rollouts)
 
     def signals(self, rollouts: Rollouts, needs: Needs = OLD_LOGPROBS, views: Views | None = None) -> Signals:
         """The signals in `needs` for every token, under the original image and, for comparisons, perturbed `views`. If
@@ -100,12 +112,13 @@ class Forward:
     ) -> Callable[[], Signals]:
         """Queue the pass of `signals`, and return a function that waits for it: meanwhile the device gets the next."""
         assert needs.views == 1 or views is not None, "two views are compared"
-        layout, features = self._prepare(rollouts, [None, views][: needs.views])
+        prepared = self.prepare(rollouts, [None, views][: needs.views])
+        layout = prepared.layout
         reader = self._make_mass_reader(layout) if "attention_mass" in needs else None
         patch_reader = self._make_patch_reader(layout, rollouts) if "attention_maps" in needs else None
         routing = self.make_routing_reader(rollouts) if "old_logprobs" in needs else None
         readers = [each for each in (reader, patch_reader) if each is not None]
-        states = self._last_states(layout, features, readers, routing)
+        states = self._last_states(prepared, readers, routing)
         hidden = self._select_predictors(states, layout)
         similar = {"similarity": self._similarity(states, hidden[0], layout)} if "similarity" in needs else {}
         del states  # frees memory for the vocabulary
@@ -175,21 +188,24 @@ class Forward:
         """[tokens, len(SEGMENTS), L]: the attention of chosen tokens of one response on each prompt token."""
         assert len(rollouts) == 1, "maps are for one response at a time"
         self._check_attention()
-        layout, features = self._prepare(rollouts, [None])
+        prepared = self.prepare(rollouts)
+        layout = prepared.layout
         chosen, device = torch.tensor(tokens, dtype=torch.long), self.backbone.device
         sequence, column = (each[chosen].to(device) for each in layout.predictors[0])
         pool, sink = layout.pool.to(device), layout.sink.to(device)
         documents, index, rules = layout.document_mask.to(device), (sequence, column), self.backbone.mask_rules
         masks = self.backbone.by_layer({kind: documents.rows(index, rule) for kind, rule in rules.items()})
         reader = MapReader(pool, sink, masks, index, self._segments())
-        self._last_states(layout, features, [reader])
+        self._last_states(prepared, [reader])
         return reader.total[:, :, : len(rollouts.prompts[0].ids)].cpu()
 
-    def response_hidden(self, rollouts: Rollouts, routing: RoutingReader | None = None) -> Tensor:
+    def response_hidden(
+        self, rollouts: Rollouts, routing: RoutingReader | None = None, prepared: PreparedPass | None = None
+    ) -> Tensor:  # fmt: skip
         """[M, H]: for every valid response token, row by row, the hidden state of the position that predicts it; in a
-        sequence-parallel group those of this rank's tokens."""
-        layout, features = self._prepare(rollouts, [None])
-        return self._select_predictors(self._last_states(layout, features, routing=routing), layout)[0]
+        sequence-parallel group those of this rank's tokens. The pass may have been `prepared`."""
+        prepared = prepared or self.prepare(rollouts)
+        return self._select_predictors(self._last_states(prepared, routing=routing), prepared.layout)[0]
 
     def score_tokens(self, hidden: Tensor, rollouts: Rollouts, entropy: bool = False) -> TokenScores:
         """The `scores` of `response_hidden`."""
@@ -227,8 +243,8 @@ class Forward:
         }
 
     # ------------------------------------------------------------------------------------------------------- one pass
-    def _prepare(self, rollouts: Rollouts, views: Sequence[Views | None]) -> tuple[Layout, list[Features | None]]:
-        """The layout of the pass, and the image features of each document."""
+    def prepare(self, rollouts: Rollouts, views: Sequence[Views | None] = (None,)) -> PreparedPass:
+        """Lay out a pass over these views and encode the images, with gradients where they are on."""
         kept, device = self.kept, self.backbone.device
         prompts, tower = [kept.first_equal(each) for each in rollouts.prompts], kept.tower_of(self.backbone)
         known: dict[tuple[int, int], Features] = {
@@ -245,14 +261,15 @@ class Forward:
         }
         layout = self._lay_out(rollouts, prompts, [positions for _, positions in read], len(views))
         if self.sp_group.size > 1 and self.backbone.images is not None:
-            return layout, self._own_features(layout, inputs, [int(vision_tokens(each).sum()) for each in prompts])
+            sizes = [int(vision_tokens(each).sum()) for each in prompts]
+            return PreparedPass(layout, self._own_features(layout, inputs, sizes))
         encoded = self.backbone.encode_images(list(inputs.values()))
         features = dict(zip(inputs, encoded, strict=True)) | known
         if tower is not None:
             for g in (g for g, prompt in enumerate(prompts) if prompt.task.visual):
                 copy = lambda each: each.map(queue_cpu_copy)  # noqa: E731
                 kept.keep("features", tower, prompts[g], value=features[0, g], copy=copy)
-        return layout, [features[document.view, document.prompt] for document in layout.documents]
+        return PreparedPass(layout, [features[document.view, document.prompt] for document in layout.documents])
 
     def _read_prompt(
         self, prompt: Prompt, has_features: bool, tower: Backbone | None
@@ -305,21 +322,17 @@ class Forward:
         return [self.sp_group.local_hidden(states, index) for index in layout.predictors]
 
     def _last_states(
-        self,
-        layout: Layout,
-        features: list[Features | None],
-        readers: Sequence[AttentionReader] = (),
-        routing: RoutingReader | None = None,
+        self, prepared: PreparedPass, readers: Sequence[AttentionReader] = (), routing: RoutingReader | None = None
     ) -> Tensor:
         """[B, S, H]: the last hidden states of this rank's part of the sequences."""
-        sp_group = self.sp_group
+        sp_group, layout = self.sp_group, prepared.layout
         ids, positions, mask, states = self._read_layout(layout)
         with nullcontext() if routing is None else routing.recorder:
             hidden = self.backbone.forward_text(
                 ids,
                 positions,
                 sp_group.local_part(layout.is_vision),
-                features,
+                prepared.features,
                 attention_mask=mask,
                 readers=readers,
                 state_mask=states,

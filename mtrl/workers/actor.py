@@ -16,7 +16,7 @@ from mtrl.algorithms.losses import Loss, total_loss, weighted_sum
 from mtrl.algorithms.signals import ATTENTION
 from mtrl.algorithms.vocab import TokenScores
 from mtrl.models.device_copy import to_device
-from mtrl.models.forward import Forward, unpack
+from mtrl.models.forward import Forward, PreparedPass, unpack
 from mtrl.models.parallel.fsdp import run_forward, run_frozen_forward
 from mtrl.models.perturb import Perturbation
 from mtrl.models.routing import RoutingReader
@@ -24,7 +24,7 @@ from mtrl.models.state_dicts import exported_weights
 from mtrl.protocols import Snapshot
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch, Weights
 from mtrl.utils.record_rows import map_tensors
-from mtrl.workers.learner import Learner, OptimizerSettings
+from mtrl.workers.learner import Learner, OptimizerSettings, PassLoss
 from mtrl.workers.micro_batches import Measure, MicroBatching
 from mtrl.workers.offload import STAYING, OffloadedTensors, StayingWeights
 from mtrl.workers.reference import Reference
@@ -123,7 +123,7 @@ class LocalActor:
         self.weights.onload()
 
         def learn() -> dict[str, float]:
-            return self.learner.update(batches, lambda batch: self._loss(batch, loss))
+            return self.learner.update(batches, partial(self._start_pass, loss=loss))
 
         try:
             if not loss.full_divergence:
@@ -136,18 +136,21 @@ class LocalActor:
     def gradient(self, batches: Iterable[TrainBatch], loss: Loss) -> list[Tensor]:
         """The gradient of an update, for comparisons; the weights stay as they are."""
         self.weights.onload()
-        work = partial(self.learner.gradient, batches, lambda batch: self._loss(batch, loss))
+        work = partial(self.learner.gradient, batches, partial(self._start_pass, loss=loss))
         return self._with_reference(work) if loss.full_divergence else work()
 
-    def _loss(self, batch: TrainBatch, loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
+    def _start_pass(self, batch: TrainBatch, loss: Loss) -> PassLoss:
+        return partial(self._loss, batch, loss, self.forward.prepare(batch.rollouts))
+
+    def _loss(self, batch: TrainBatch, loss: Loss, prepared: PreparedPass) -> tuple[Tensor, dict[str, Tensor]]:
         """On the device, so that its backward pass is queued without waiting for the forward pass."""
         rollouts, kl = batch.rollouts, None
         fresh = batch.old_logprobs is None  # nothing was probed
         routing = self.forward.make_routing_reader(rollouts) if fresh else None
         if loss.full_divergence:
-            scores, kl = self._scores_and_divergence(rollouts, entropy=fresh, routing=routing)
+            scores, kl = self._scores_and_divergence(rollouts, prepared, entropy=fresh, routing=routing)
         else:
-            scores = self.forward.scores(rollouts, entropy=fresh, routing=routing)
+            scores = self.forward.scores(rollouts, entropy=fresh, routing=routing, prepared=prepared)
         streams = map_tensors(batch, lambda stream: to_device(stream, self.forward.backbone.device))
         mask, token_weights = rollouts.mask, streams.weights.token
         total, metrics = total_loss(unpack(scores.logp, mask), streams, loss, kl)
@@ -162,13 +165,13 @@ class LocalActor:
         return total, metrics
 
     def _scores_and_divergence(
-        self, rollouts: Rollouts, entropy: bool, routing: RoutingReader | None
+        self, rollouts: Rollouts, prepared: PreparedPass, entropy: bool, routing: RoutingReader | None
     ) -> tuple[TokenScores, Tensor]:
         """The scores and the KL to the reference [N, T] from one pass of the policy. The reference reads the same rows
         in every pass: storing its hidden states of a whole step would take tokens * H and a pass as well."""
         reference = self._needed_reference
         theirs = reference.response_hidden(rollouts)
-        ours = self.forward.response_hidden(rollouts, routing)
+        ours = self.forward.response_hidden(rollouts, routing, prepared)
         kl = reference.divergence(ours, theirs, self.forward, rollouts)
         return self.forward.score_tokens(ours, rollouts, entropy), unpack(kl, rollouts.mask)
 

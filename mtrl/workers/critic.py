@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,12 +11,12 @@ from torch import Tensor
 
 from mtrl.algorithms.value_loss import ValueLoss, value_loss
 from mtrl.models.device_copy import to_device
-from mtrl.models.forward import Forward, unpack
+from mtrl.models.forward import Forward, PreparedPass, unpack
 from mtrl.models.parallel.fsdp import run_forward
 from mtrl.protocols import Snapshot
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch
 from mtrl.utils.record_rows import map_tensors
-from mtrl.workers.learner import Learner, OptimizerSettings
+from mtrl.workers.learner import Learner, OptimizerSettings, PassLoss
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.offload import STAYING, StayingWeights
 
@@ -68,10 +69,15 @@ class LocalCritic:
 
     def update(self, batches: Iterable[TrainBatch], loss: ValueLoss) -> dict[str, float]:
         self.policy_weights.offload()
-        return self.learner.update(batches, lambda batch: self._loss(batch, loss))
+        return self.learner.update(batches, partial(self._start_pass, loss=loss))
 
-    def _loss(self, batch: TrainBatch, loss: ValueLoss) -> tuple[Tensor, dict[str, Tensor]]:
-        values = self.forward.values(batch.rollouts)
+    def _start_pass(self, batch: TrainBatch, loss: ValueLoss) -> PassLoss:
+        return partial(self._loss, batch, loss, self.forward.prepare(batch.rollouts))
+
+    def _loss(
+        self, batch: TrainBatch, loss: ValueLoss, prepared: PreparedPass
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+        values = self.forward.values(batch.rollouts, prepared)
         streams = map_tensors(batch, lambda stream: to_device(stream, values.device))
         return value_loss(unpack(values, batch.rollouts.mask), streams, loss)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,8 +40,10 @@ LOWERS_MEMORY = (
     "or dataset.max_response_length"
 )
 
-BatchLoss = Callable[[TrainBatch], tuple[Tensor, dict[str, Tensor]]]
+PassLoss = Callable[[], tuple[Tensor, dict[str, Tensor]]]
 """The loss of some rows with gradients, and metrics, on any device; both add up over the passes of a step."""
+StartPass = Callable[[TrainBatch], PassLoss]
+"""Encodes the images of some rows, and returns the function for the rest of their pass."""
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +120,10 @@ class Learner:
         self.cut_to = 0  # tokens or rows of a pass since the device was full; 0: it never was
         self.keep_cut: Callable[[int], object] = lambda size: None  # stores the size for the next attempt of all ranks
         self.kept_layers: Sequence[Any] = ()  # layers that keep their activations until the device is full
+        # A vision tower is many short operations, which take longer to launch than to run. So the images of the next
+        # pass are encoded before the backward pass of this one: the device still has long operations to do meanwhile.
+        # Not with dropout, whose numbers belong to a pass, nor on ranks that gather weights pass by pass.
+        self.encodes_ahead = device.type == "cuda" and dropout_seed is None and not self._is_one_of_several
         self.forbid_kept_layers: Callable[[], object] = lambda: None  # for the next attempt of all ranks
 
     @property
@@ -128,31 +135,31 @@ class Learner:
         return batching.within(self.cut_to) if self.cut_to else batching
 
     # ------------------------------------------------------------------------------------------------------ updating
-    def update(self, batches: Iterable[TrainBatch], loss: BatchLoss) -> dict[str, float]:
+    def update(self, batches: Iterable[TrainBatch], start: StartPass) -> dict[str, float]:
         """One optimizer step per batch. Metrics are means over the steps, and sums over the passes of a step."""
         self.model.train()
-        steps = [self._step(batch, loss) for batch in batches]
+        steps = [self._step(batch, start) for batch in batches]
         self.model.eval()
         self.version += 1
         finite = [step for step in steps if step["skipped_steps"] == 0] or steps
         metrics = {name: sum(step[name] for step in finite) / len(finite) for name in finite[0]}
         return metrics | {"skipped_steps": sum(step["skipped_steps"] for step in steps)}
 
-    def gradient(self, batches: Iterable[TrainBatch], loss: BatchLoss) -> list[Tensor]:
+    def gradient(self, batches: Iterable[TrainBatch], start: StartPass) -> list[Tensor]:
         """The gradient of all batches together, one tensor per parameter; the weights stay as they are."""
         self.model.train()
         for batch in batches:
-            self._compute_gradients(batch, loss)
+            self._compute_gradients(batch, start)
         self.model.eval()
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         self.optimizer.zero_grad()
         return gradients
 
-    def _step(self, batch: TrainBatch, loss: BatchLoss) -> dict[str, float]:
+    def _step(self, batch: TrainBatch, start: StartPass) -> dict[str, float]:
         lr = self.optimization.lr_at(self.optimizer_step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        metrics = self._compute_gradients(batch, loss)
+        metrics = self._compute_gradients(batch, start)
         norm = float(full_tensor(torch.nn.utils.clip_grad_norm_(self.parameters, self.optimization.max_grad_norm)))
         finite = math.isfinite(norm) and all(map(math.isfinite, metrics.values()))
         if finite:
@@ -176,14 +183,14 @@ class Learner:
             torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
             yield
 
-    def _compute_gradients(self, batch: TrainBatch, loss: BatchLoss) -> dict[str, float]:
+    def _compute_gradients(self, batch: TrainBatch, start: StartPass) -> dict[str, float]:
         """The gradients of an optimizer step; returns its metrics. If a pass does not fit into the device, all layers
         are checkpointed from then on. If they are, this step and all later ones use passes of half the size; if those
         do not fit either, it is an error."""
-        metrics, problem = self._try_gradients(batch, loss)
+        metrics, problem = self._try_gradients(batch, start)
         if metrics is None and self.kept_layers:
             self._checkpoint_all_layers(problem)
-            metrics, problem = self._try_gradients(batch, loss)
+            metrics, problem = self._try_gradients(batch, start)
         if metrics is not None:
             return metrics
         half = self.batching.first_half(batch.rollouts)
@@ -201,7 +208,7 @@ class Learner:
         logger.warning("the device has no room for an update of the %s in passes of this size; the step is repeated "
                        "with half of it, %d %s per pass from now on, which is slower. To use less memory, set %s",
                        self.name, half, unit, LOWERS_MEMORY)  # fmt: skip
-        metrics, problem = self._try_gradients(batch, loss)
+        metrics, problem = self._try_gradients(batch, start)
         if metrics is None:
             raise DeviceFull(f"the device has no room for half a pass of an update. {problem} Set {LOWERS_MEMORY}")
         return metrics
@@ -224,11 +231,11 @@ class Learner:
         logger.warning("the device has no room for %s; the step is repeated, and they are recomputed from now on, "
                        "which is slower", kept)  # fmt: skip
 
-    def _try_gradients(self, batch: TrainBatch, loss: BatchLoss) -> tuple[dict[str, float] | None, str]:
+    def _try_gradients(self, batch: TrainBatch, start: StartPass) -> tuple[dict[str, float] | None, str]:
         """The metrics; None and torch's message if the device is full. All gradients are dropped then, since those of
         the failed pass cannot be subtracted."""
         try:
-            return self._accumulate_gradients(batch, loss), ""
+            return self._accumulate_gradients(batch, start), ""
         except torch.OutOfMemoryError as error:
             problem = str(error).partition(" Of the allocated memory")[0]  # the rest is about fragmentation
         # The error is gone here, and with it the frames that held tensors of the pass.
@@ -237,14 +244,18 @@ class Learner:
         torch.cuda.empty_cache()  # does nothing if no GPU is in use
         return None, problem
 
-    def _accumulate_gradients(self, batch: TrainBatch, loss: BatchLoss) -> dict[str, float]:
+    def _accumulate_gradients(self, batch: TrainBatch, start: StartPass) -> dict[str, float]:
         """Adds up the gradients and the metrics of all passes. The metrics are read at the end: until then nothing
         waits for the device, which always has the next pass to do."""
         metrics: dict[str, list[Tensor]] = defaultdict(list)
-        for number, (rows, counts) in enumerate(self.batching.passes(batch.rollouts)):
-            taken = batch.rows(rows) if counts else zero_weighted(batch.rows(rows))
+        passes = [partial(take_pass, batch, *each) for each in self.batching.passes(batch.rollouts)]
+        begun: PassLoss | None = None
+        for number, (take, following) in enumerate(zip_longest(passes, passes[1:])):
+            rest, begun = begun or partial(start_and_finish, start, take), None
             with self._seed_dropout(number):
-                part, values = run_forward(self.model, partial(loss, taken))
+                part, values = run_forward(self.model, rest)
+                del rest  # the features of the images
+                begun = start(following()) if self.encodes_ahead and following is not None else None
                 part.backward()
             for name, value in values.items():
                 metrics[name].append(value)
@@ -303,6 +314,15 @@ class Learner:
         for name, count in read_counters(directory).items():
             setattr(self, name, count)
         self.cut_to = min(filter(None, (cut_since, self.cut_to)), default=0)
+
+
+def start_and_finish(start: StartPass, take: Callable[[], TrainBatch]) -> tuple[Tensor, dict[str, Tensor]]:
+    return start(take())()
+
+
+def take_pass(batch: TrainBatch, rows: Tensor, counts: bool) -> TrainBatch:
+    """These rows, with weights of zero if they do not count."""
+    return batch.rows(rows) if counts else zero_weighted(batch.rows(rows))
 
 
 def zero_weighted(batch: TrainBatch) -> TrainBatch:

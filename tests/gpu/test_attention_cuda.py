@@ -66,6 +66,6 @@ def test_a_model_scores_and_learns_alike(share_prefix, rollouts, monkeypatch):
 def test_the_mask_is_handed_on(rollouts):
     backbone = Backbone(load_model(MODEL_DIRECTORY, dtype="bf16", device="cuda"))
     forward = Forward(backbone, load_encoder(MODEL_DIRECTORY), packed=True)
-    layout, _ = forward._prepare(rollouts, [None])
+    layout = forward.prepare(rollouts).layout
     (mask,) = backbone.make_masks(layout.document_mask, packed=True).values()
     assert isinstance(mask, CascadeMask) and mask.to_prompts is not None

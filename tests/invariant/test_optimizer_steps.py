@@ -69,6 +69,26 @@ def test_one_optimizer_step_a_batch(family):
     assert moved > LR / 2, "the second pass counts"
 
 
+@pytest.mark.parametrize("divergence", ["low_var_kl", "full"])
+def test_images_of_the_next_pass_are_encoded_ahead(family, divergence, monkeypatch):
+    """As on a GPU, before the backward pass of this one. The numbers are bitwise the same."""
+    loss, order, found = replace(FULL_LOSS, divergence=divergence), [], {}
+    encode, backward = Backbone.encode_images, torch.Tensor.backward
+    monkeypatch.setattr(Backbone, "encode_images", lambda self, images: order.append(self) or encode(self, images))
+    monkeypatch.setattr(torch.Tensor, "backward", lambda total: order.append("backward") or backward(total))
+    for ahead in (False, True):
+        actor = make_actor(family, MicroBatching(rows=3))
+        actor.reference = Reference.frozen(actor.forward)
+        assert not actor.learner.encodes_ahead, "nothing is gained on a CPU"
+        actor.learner.encodes_ahead = ahead
+        order.clear()
+        found[ahead] = learn(actor, halves(family), loss)
+        policy = "".join({actor.forward.backbone: "i", "backward": "b"}.get(each, "") for each in order)
+        assert policy == 2 * ("iibb" if ahead else "ibib"), "two passes in each of two steps"
+    assert found[True].metrics == found[False].metrics
+    assert all(torch.equal(found[True].weights[name], weight) for name, weight in found[False].weights.items())
+
+
 def test_versions_count_updates(family):
     actor = make_actor(family)
     assert actor.publish().version == 0

@@ -51,14 +51,17 @@ class FakeForward:
     def gather_mismatch(self, routing, rollouts):
         return (self.experts * rollouts.mask)[rollouts.mask]
 
-    def response_hidden(self, rollouts, routing=None):
+    def response_hidden(self, rollouts, routing=None, prepared=None):
         self.asked.append("policy")
         return self.backbone.model.w.expand(int(rollouts.mask.sum()), 1)
 
     def score_tokens(self, hidden, rollouts, entropy=False):
         return self.scores(rollouts, entropy)
 
-    def scores(self, rollouts, entropy=False, routing=None):
+    def prepare(self, rollouts):
+        return None
+
+    def scores(self, rollouts, entropy=False, routing=None, prepared=None):
         self.asked.append(entropy)
         logp = self.backbone.model.w.expand(int(rollouts.mask.sum()))
         support = None if self.support is None else torch.full(logp.shape, self.support)
@@ -213,10 +216,10 @@ def test_a_gradient_has_the_reference_where_its_loss_does(monkeypatch):
 def test_experts_are_compared_if_nothing_was_probed():
     actor, batch = make_actor(), fake_batch(fake_rollouts([2, 1]), torch.zeros(2, 2), torch.zeros(2, 2))
     fresh, probed = replace(batch, old_logprobs=None), batch
-    assert "routing_mismatch" not in actor._loss(fresh, Loss())[1], "a dense model"
+    assert "routing_mismatch" not in actor._start_pass(fresh, Loss())()[1], "a dense model"
     actor.forward.experts = 0.25
-    assert actor._loss(fresh, Loss())[1]["routing_mismatch"].item() == pytest.approx(0.25)
-    assert "routing_mismatch" not in actor._loss(probed, Loss())[1], "the probe has compared them"
+    assert actor._start_pass(fresh, Loss())()[1]["routing_mismatch"].item() == pytest.approx(0.25)
+    assert "routing_mismatch" not in actor._start_pass(probed, Loss())()[1], "the probe has compared them"
 
 
 def test_the_distance_to_the_sampler_is_measured_on_its_support():
@@ -226,10 +229,10 @@ def test_the_distance_to_the_sampler_is_measured_on_its_support():
     behaviour = torch.tensor([[0.0, 0.25], [1.0, 9.0]])
     batch = fake_batch(replace(rollouts, rollout_logprobs=behaviour), zeros, zeros)
     actor.model.w.data.fill_(-0.5)
-    _, metrics = actor._loss(batch, Loss())
+    _, metrics = actor._start_pass(batch, Loss())()
     assert "support_gap_mean" not in metrics, "nothing is cut"
     actor.forward.support = -math.log(2)
-    _, metrics = actor._loss(batch, Loss())
+    _, metrics = actor._start_pass(batch, Loss())()
     within = math.log(2) - 0.5
     assert metrics["support_gap_mean"].item() == pytest.approx((within + (0.25 - within) + (1 - within)) / 3)
     assert not metrics["support_gap_mean"].requires_grad

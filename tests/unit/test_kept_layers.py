@@ -19,7 +19,7 @@ from mtrl.memory.live_tensors import LiveTensors
 from mtrl.memory.pass_sizes import PassSizes
 from mtrl.memory.plan import Plan, list_savings
 from mtrl.memory.preflight import DoesNotFit, Limits, MemoryPreflight, preflight
-from mtrl.models.activation_checkpointing import enable_activation_checkpointing, keepable_layers
+from mtrl.models.activation_checkpointing import enable_activation_checkpointing, keepable_layers, vision_layers
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import load_model
@@ -169,11 +169,14 @@ def test_the_order_of_layers():
     assert keepable_layers(model) == [*reversed(language)], "a frozen tower recomputes nothing"
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)])  # 3 s each
-def test_kept_layers_cost_what_was_measured_and_change_no_numbers(family):
+@pytest.mark.parametrize(
+    ("family", "ahead"),
+    [("qwen2_5_vl", False), ("qwen2_5_vl", True), pytest.param("qwen3_5", True, marks=pytest.mark.slow)],  # 3 s each
+)
+def test_kept_layers_cost_what_was_measured_and_change_no_numbers(family, ahead):
     """Of none, one, the language model and all layers: gradients bitwise equal, fewer recomputations, a peak of at most
-    the prediction."""
-    forward, limits = make_forward(family), short_limits()
+    the prediction, also where the images of the next pass are encoded ahead."""
+    forward, limits = make_forward(family), replace(short_limits(), encodes_ahead=ahead)
     model, passes = forward.backbone.model.train(), MemoryPreflight(forward, forward.encoder, limits)
     layers, found = keepable_layers(model), {}
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -190,8 +193,11 @@ def test_kept_layers_cost_what_was_measured_and_change_no_numbers(family):
 
     with LiveTensors() as live:
         keepable = KeepableLayers(layers, allocated=lambda: live.now, spare=lambda: 0)
+        keepable.twice = vision_layers(model, layers) if ahead else []
+        assert len(keepable.twice) == ahead * len(model.model.visual.blocks)
         with keepable.measure(), kept_layers.measure_recomputed(layers, lambda: live.now) as costs:
             passes.update()
+    costs = [cost * (1 + (layer in keepable.twice)) for layer, cost in zip(layers, costs, strict=True)]
     for count in (0, 1, len(forward.backbone.language_model.layers), len(layers)):
         keepable.keep(count)
         found[count] = update()
@@ -199,7 +205,8 @@ def test_kept_layers_cost_what_was_measured_and_change_no_numbers(family):
     for count, (theirs, peak, calls) in found.items():
         assert all(map(torch.equal, theirs, gradients))
         assert peak <= base + sum(costs[:count]), f"{count} layers"
-        assert calls == 2 * (2 * len(layers) - count), "in each of two passes once, and once more if recomputed"
+        both = 2 * (2 * len(layers) - count) + 2 * len(keepable.twice)
+        assert calls == both, "in each of two passes once, once more if recomputed, and ahead"
     assert found[len(layers)][1] > 0.6 * (base + sum(costs)), "the prediction is not far off"
 
 
@@ -247,7 +254,9 @@ def test_which_runs_choose(setting, spare, forbidden, kept, tmp_path, monkeypatc
     pass_sizes = PassSizes(tmp_path / "passes.json")
     if forbidden:
         pass_sizes.write("kept_layers", 0)
-    learner = SimpleNamespace(kept_layers=(), configured_batching=MicroBatching(at_least=32768), cut_to=0)
+    learner = SimpleNamespace(
+        kept_layers=(), configured_batching=MicroBatching(at_least=32768), cut_to=0, encodes_ahead=False
+    )
     arguments = (config, forward, None, Needs(), False, [learner])
     memory_limits.preflight_on_gpu(*arguments, pass_sizes=pass_sizes if forbidden else None)
     layers = forward.backbone.language_model.layers

@@ -4,6 +4,7 @@ import json
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -29,10 +30,20 @@ class OneWeight(nn.Module):
         self.w = nn.Parameter(torch.zeros(()))
 
 
+class DirectLearner(Learner):
+    """Takes losses of a batch, which have nothing to start before."""
+
+    def update(self, batches, loss):
+        return super().update(batches, lambda batch: partial(loss, batch))
+
+    def gradient(self, batches, loss):
+        return super().gradient(batches, lambda batch: partial(loss, batch))
+
+
 def make_learner(rows=2, lr=0.5, batching=None, device="cpu", **options):
     settings = OptimizerSettings(lr=lr, warmup_steps=0, weight_decay=0.0, max_grad_norm=math.inf)
     batching = batching or MicroBatching(rows=rows)
-    return Learner(OneWeight(device), settings, batching, name="critic", advice="Lower my.lr.", **options)
+    return DirectLearner(OneWeight(device), settings, batching, name="critic", advice="Lower my.lr.", **options)
 
 
 def make_batch():
@@ -101,7 +112,7 @@ def test_a_new_learner_has_no_state():
 def test_weights_that_do_not_learn_are_left_out():
     model = OneWeight()
     model.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-    learner = Learner(model, OptimizerSettings(), MicroBatching(rows=1), name="critic", advice="")
+    learner = DirectLearner(model, OptimizerSettings(), MicroBatching(rows=1), name="critic", advice="")
     assert learner.parameters == [model.w] and learner.names == {model.w: "w"}
 
 

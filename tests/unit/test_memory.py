@@ -335,7 +335,7 @@ def test_a_pass_that_does_not_fit_is_reported(monkeypatch):
     """Raises torch's error of a GPU; there is no GPU here."""
     forward = real_forward(checkpoint("qwen2"), Plan(LIMITS))
 
-    def full(self, part):
+    def full(self, part, following=None):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. Of the allocated memory ..")
 
     monkeypatch.setattr(MemoryPreflight, "learn", full)
