@@ -90,8 +90,8 @@ def one_is_full(ranks, batches, file):
     if not began_with and not ranks.is_first:
         fine = worker._loss
 
-        def full(batch, loss):
-            fine(batch, loss)
+        def full(batch, loss, prepared):
+            fine(batch, loss, prepared)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. Of the allocated memory ..")
 
         worker._loss = full

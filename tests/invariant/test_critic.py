@@ -165,9 +165,9 @@ def test_the_comparison_sees_a_fault(family, fault):
     else:
         plain = critic._loss
 
-        def renormalised(batch, loss):
+        def renormalised(batch, loss, prepared):
             token = batch.weights.token / batch.weights.token.sum().clamp(min=1e-9)
-            return plain(replace(batch, weights=replace(batch.weights, token=token)), loss)
+            return plain(replace(batch, weights=replace(batch.weights, token=token)), loss, prepared)
 
         critic._loss = renormalised
     found = learn(critic, [batch], LOSS)

@@ -103,9 +103,9 @@ def test_the_comparison_sees_a_fault(family, fault):
     if fault == "a mean for each micro-batch":
         plain = actor._loss
 
-        def renormalised(batch, loss):
+        def renormalised(batch, loss, prepared):
             policy = batch.weights.policy / batch.weights.policy.sum().clamp(min=1e-9)
-            return plain(replace(batch, weights=replace(batch.weights, policy=policy)), loss)
+            return plain(replace(batch, weights=replace(batch.weights, policy=policy)), loss, prepared)
 
         actor._loss = renormalised
     elif fault == "a row forgotten":

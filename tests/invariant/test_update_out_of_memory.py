@@ -28,10 +28,10 @@ class Full:
         self.held = weakref.WeakSet()
         actor._loss = self
 
-    def __call__(self, batch, loss):
+    def __call__(self, batch, loss, prepared):
         assert not self.held, "tensors of the previous pass are still held"
         self.tried.append(self.size(batch))
-        total, metrics = self.loss(batch, loss)
+        total, metrics = self.loss(batch, loss, prepared)
         if self.tried[-1] > self.room:
             total.backward()
             self.held.add(total)
