@@ -60,15 +60,15 @@ class KeepableLayers:
     layers: Sequence[Any]
     allocated: Callable[[], int]  # bytes in use
     spare: Callable[[], int]  # bytes left at the peak of the update
-    twice: Collection[Any] = ()  # those that hold the activations of two passes at once
     ranks: Ranks = SINGLE_PROCESS
+    twice: Collection[Any] = ()  # those that hold the activations of two passes at once
     fitting: int = 0
 
     @classmethod
     def on_gpu(
         cls, layers: Sequence[Any], device: torch.device, ranks: Ranks, twice: Collection[Any] = ()
     ) -> KeepableLayers:  # fmt: skip
-        return cls(layers, partial(torch.cuda.memory_allocated, device), partial(spare_bytes, device), twice, ranks)
+        return cls(layers, partial(torch.cuda.memory_allocated, device), partial(spare_bytes, device), ranks, twice)
 
     @contextmanager
     def measure(self) -> Iterator[None]:
