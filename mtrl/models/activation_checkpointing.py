@@ -25,6 +25,9 @@ def enable_activation_checkpointing(model: Any, what: Checkpointing) -> None:
     code."""
     if what is True or what == "auto":
         model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers lets embeddings, also those of patches, require gradients for checkpoints that are reentrant. A
+        # frozen vision tower would get a backward pass, on ranks only where images are encoded: the others hang.
+        model.disable_input_require_grads()
     elif what:
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         parts = [getattr(layer, name, None) for layer in layers for name in PARTS[what]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import checkpoint, get_encoder
+from tiny_models import checkpoint, fresh_backbone, get_encoder, prompts_for
 
 from mtrl.compose import memory_limits
 from mtrl.config import load_config
@@ -284,3 +284,14 @@ def test_layers_that_are_recomputed_anyway_are_no_advice():
     way = "worker.actor.model.enable_gradient_checkpointing=true"
     savings = {what: way in list_savings(Plan(LIMITS, checkpointing=what)) for what in (False, "mlp", True, "auto")}
     assert savings == {False: True, "mlp": True, True: False, "auto": False}
+
+
+@pytest.mark.parametrize("what", [True, "auto", "mlp", "attention"])
+def test_a_frozen_tower_has_no_backward_pass(what):
+    backbone, encoder = fresh_backbone("qwen2_5_vl"), get_encoder("qwen2_5_vl")
+    enable_activation_checkpointing(backbone.model, what)
+    backbone.model.train()
+    inputs = [encoder.inputs(each, None) for each in prompts_for("qwen2_5_vl") if each.task.visual]
+    for trained in (True, False):
+        backbone.vision_tower.requires_grad_(trained)
+        assert all(features.embeds.requires_grad == trained for features in backbone.encode_images(inputs))
