@@ -1,6 +1,8 @@
 """AdamW with rounding and with an 8-bit state on shards: given equal gradients, the numbers of one process, bitwise;
 and their states on another number of ranks."""
 
+import math
+
 import pytest
 import torch
 from rank_helpers import run_ranks
@@ -8,9 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from mtrl.checkpoint.learner_snapshot import read_optimizer_state, restore_optimizer_state
+from mtrl.models.parallel import fsdp
 from mtrl.models.parallel.fsdp import full_tensor, gather_on_cpu, is_dtensor
 from mtrl.models.parallel.ranks import SINGLE_PROCESS
 from mtrl.workers import offload, optimizers
@@ -167,3 +170,24 @@ def test_saved_by_two_ranks_and_resumed_by_one_two_and_three(settings, tmp_path)
     for name, scales in two[0][1].items():
         if name.endswith("_scale"):
             assert torch.equal(scales, whole[name])
+
+
+def gather_twice(ranks, names, shape):
+    """Tensors gathered through a mesh of the device, and through one of CPU memory."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    placements = [Replicate()] * (len(shape) - 1) + [Shard(0)]
+    tensors = [torch.randn(each, generator=torch.Generator().manual_seed(1)) for each in SHAPES.values()]
+    cut = [distribute_tensor(each, mesh, placements, src_data_rank=None) for each in tensors]
+    cut.append(cut[0].norm())  # a partial sum on each rank
+    direct = [fsdp.full_tensor(each) for each in cut]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp, "gathers_on_cpu", lambda mesh: True)
+        staged = [fsdp.full_tensor(each) for each in cut]
+    return tensors, direct, staged
+
+
+@pytest.mark.parametrize("names, shape", [(None, (3,)), (("replicate", "shard"), (2, 2))])
+def test_shards_of_a_shared_gpu_are_gathered_in_cpu_memory(names, shape, tmp_path):
+    for tensors, direct, staged in run_ranks(math.prod(shape), gather_twice, tmp_path, names, shape):
+        assert all(map(torch.equal, tensors, direct)) and all(map(torch.equal, direct, staged))
+        assert len(staged) == len(tensors) + 1

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -197,10 +198,23 @@ def full_tensor(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     local, mesh = local_tensor(tensor), tensor.device_mesh
-    if local.device.type != mesh.device_type:
+    through = cpu_mesh(mesh) if gathers_on_cpu(mesh) else mesh
+    if through is not mesh or local.device.type != mesh.device_type:
         options: Any = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
-        tensor = DTensor.from_local(local, mesh, tensor.placements, **options)
-    return tensor.full_tensor()
+        tensor = DTensor.from_local(local.to(through.device_type), through, tensor.placements, **options)
+    return tensor.full_tensor().to(mesh.device_type)
+
+
+def gathers_on_cpu(mesh: DeviceMesh) -> bool:
+    """Whether ranks share a GPU and communicate by gloo: it has all other collectives on CUDA tensors, but the
+    functional one that gathers them (`allgather_into_tensor_coalesced`) crashes, in torch 2.11."""
+    return mesh.device_type == "cuda" and mesh.get_group(0)._get_backend(torch.device("cuda")).name() == "gloo"
+
+
+@cache
+def cpu_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The same ranks, for tensors in CPU memory; all of them must call this."""
+    return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
 
 
 def is_dtensor(tensor: Tensor) -> bool:
