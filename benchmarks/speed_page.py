@@ -41,8 +41,8 @@ MEASURED = (
     Measured("step_defaults.json"),
     Measured("step_bf16.json"),
     Measured("step_tprl.json", note="two passes per update"),
-    Measured("step_flash.json", "3b, 8 x 8 x 256"),
-    Measured("step_flash.json", "3b, 32 x 8 x 1,024", note="one step after the first"),
+    Measured("step_ahead.json", "3b, 8 x 8 x 256"),
+    Measured("step_ahead.json", "3b, 32 x 8 x 1,024", note="one step after the first"),
     Measured("step_qwen3_5.json", "qwen3.5-4b"),
     Measured(
         "step_qwen3_5.json",

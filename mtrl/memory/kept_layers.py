@@ -33,7 +33,8 @@ def full_speed_tokens(weights: int, layers: int) -> int:
     """Tokens of a pass beside which the launching of a vision tower is short, for a model with so many weights.
 
     Meanwhile the GPU waits, about 90 ms in every pass of a model of 3.75 B and 68 layers on an H200: passes of 8,834
-    tokens took 460 ms for 375 ms of kernels, passes of 17,668 817 for 727. The rule for other sizes is arithmetic.
+    tokens took 460 ms for 375 ms of kernels, passes of 17,668 817 for 727. Where images are encoded ahead it waits half
+    as long. The rule for other sizes is arithmetic.
 
     >>> full_speed_tokens(3_755_000_000, 68), full_speed_tokens(8_292_000_000, 60)
     (16298, 6512)
