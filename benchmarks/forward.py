@@ -79,7 +79,7 @@ class Bench:
         found = []
         for part in (rollouts.rows(index) for index in rows):
             views = [self.perturbation.view(prompt, 0) for prompt in part.prompts]
-            old = forward.signals(part, needs, views).old_logprobs
+            old = forward.signals(part, needs, {"perturbed": views}).old_logprobs
             assert old is not None
             found.append(old)
         return found

@@ -194,12 +194,14 @@ class AttentionMap:
 
 
 TWO_VIEWS = {"views": 2}  # metadata of signals that compare the original with the perturbed image
+PERTURBED = "perturbed"  # the name of that view
+OF_A_VIEW = ("logprobs", "entropy", "kl", "reverse_kl", "jsd")  # signals of any view: "kl@none" is the one of `none`
 
 
 @dataclass(frozen=True, eq=False)
 class Signals:
-    """Measurements of the probes, per token of a response. Fields that are not needed stay None; signals of users'
-    classes are in `extra`.
+    """Measurements of the probes, per token of a response. Fields that are not needed stay None; `extra` has signals of
+    users' classes, and those of other views (`OF_A_VIEW`).
 
     >>> a = Signals(old_logprobs=torch.zeros(1, 2)); b = Signals(entropy=torch.ones(1, 2))
     >>> a.merge(b).entropy
@@ -220,7 +222,7 @@ class Signals:
     attention_mass: Tensor | None = None  # [N, T, len(SEGMENTS), 2] attention on the text and the vision pool
     prompt_attention_mass: Tensor | None = None  # [N, len(SEGMENTS), 2] of the prompt tokens after the images
     attention_maps: tuple[AttentionMap | None, ...] | None = None  # [N] vision mass of `all`, per patch
-    extra: Mapping[str, Tensor] = field(default_factory=dict)  # [N, T, *shape] by the name of the `Signal`
+    extra: Mapping[str, Tensor] = field(default_factory=dict)  # [N, T, *shape] by name
 
     def merge(self, other: Signals) -> Signals:
         """The signals of both records; none may be in both."""
@@ -257,12 +259,13 @@ class Signal(ABC):
 
     name: ClassVar[str]
     shape: ClassVar[tuple[int, ...]] = ()  # of the numbers of one token; (): a single number
-    views: ClassVar[Literal[1, 2]] = 1  # 2: it compares the original with the perturbed image
+    views: ClassVar[Literal[1, 2]] = 1  # 2: it compares the original image with another view of it
+    view: ClassVar[str] = PERTURBED  # which one
     model: ClassVar[Literal["policy", "reference"]] = "policy"  # whose pass measures it
 
     @abstractmethod
     def measure(self, original: TokenStates, perturbed: TokenStates | None) -> Tensor:
-        """[M, *shape] for the M tokens of `original`; `perturbed` are the same tokens after the perturbed image."""
+        """[M, *shape] for the M tokens of `original`; `perturbed` are the same tokens under the other view."""
 
 
 @dataclass(frozen=True, init=False)
@@ -297,13 +300,29 @@ class Needs:
 
     @property
     def views(self) -> int:
-        """Views of the images that these signals need: 1, or 2 with the perturbed one."""
-        return max([1, *(VIEWS.get(name, 1) for name in self.names), *(signal.views for signal in self.custom)])
+        """Views of the images that these signals need, the original one among them."""
+        return 1 + len(self.other_views)
+
+    @property
+    def other_views(self) -> tuple[str, ...]:
+        """The views that are compared with the original one, in the order in which a pass reads them.
+
+        >>> Needs("dependency", "kl@none", "jsd@none", "old_logprobs").other_views
+        ('none', 'perturbed')
+        """
+        named = {view for _, at, view in (name.partition("@") for name in self.names) if at}
+        named |= {signal.view for signal in self.custom if signal.views == 2}
+        return tuple(sorted(named | {PERTURBED for name in self.names if VIEWS.get(name, 1) == 2}))
+
+    def of_view(self, view: str) -> tuple[str, ...]:
+        """Those of `OF_A_VIEW` that are needed of this view."""
+        return tuple(each for each in OF_A_VIEW if f"{each}@{view}" in self.names)
 
     @property
     def unknown(self) -> list[str]:
         """Names that are no field of `Signals` and that no class of a user measures."""
-        return sorted(self.names - VIEWS.keys() - {signal.name for signal in self.custom})
+        of_views = {f"{each}@{view}" for view in self.other_views for each in OF_A_VIEW}
+        return sorted(self.names - VIEWS.keys() - {signal.name for signal in self.custom} - of_views)
 
     @property
     def of_reference(self) -> Needs:

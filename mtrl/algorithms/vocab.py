@@ -12,7 +12,8 @@ Everything is computed on logits / temperature in float32 (float64 stays), with 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +70,46 @@ def full_kl(
     weight = weight.to(hidden.dtype)
     kl: Tensor = _FullKL.apply(hidden, weight, other_hidden.detach(), other_weight, temperature, forbidden, chunk)
     return kl
+
+
+@torch.no_grad()
+def compare_distributions(
+    hidden: Tensor,
+    other_hidden: Tensor,
+    weight: Tensor,
+    divergences: Sequence[str],
+    *,
+    temperature: float = 1.0,
+    forbidden: Tensor | None = None,
+    chunk: int = CHUNK_POSITIONS,
+) -> dict[str, Tensor]:
+    """[M] each by name, of DIVERGENCES: how far q (from `other_hidden`) is from p over the vocabulary. It holds up to
+    five float32 buffers of chunk * vocabulary."""
+    forbidden, weight = _at(hidden, forbidden), weight.to(hidden.dtype)
+    found = {name: hidden.new_empty(len(hidden), dtype=_wide(hidden)) for name in divergences}
+    for rows in _chunks(len(hidden), chunk):
+        pair = [_logits(each[rows], weight, temperature, forbidden).log_softmax(-1) for each in (hidden, other_hidden)]
+        for name, values in found.items():
+            values[rows] = DIVERGENCES[name](*pair).clamp_(min=0.0)  # rounding may leave less
+    return found
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """A forbidden token is at -inf on both sides and contributes nothing."""
+    return log_p.exp().mul_((log_p - log_q).nan_to_num_(nan=0.0)).sum(-1)
+
+
+def _jsd(log_p: Tensor, log_q: Tensor) -> Tensor:
+    middle = torch.logaddexp(log_p, log_q).sub_(math.log(2))
+    return (_kl(log_p, middle) + _kl(log_q, middle)) / 2
+
+
+# Functions of two log-probs [C, V]: KL(p || q), KL(q || p), and the Jensen-Shannon divergence, in nats.
+DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "kl": _kl,
+    "reverse_kl": lambda log_p, log_q: _kl(log_q, log_p),
+    "jsd": _jsd,
+}
 
 
 def top_p_top_k(logits: Tensor, top_p: float, top_k: int) -> Tensor:

@@ -109,6 +109,8 @@ def run(arguments: Sequence[str]) -> int:
             problems.append(message)
     else:
         print(memory_report(estimated, device, on_ranks=plan.split is not None))
+        if views := plan.limits.probe_needs.other_views:
+            print(f"    probes read each response {1 + len(views)} times, with the views: original, {', '.join(views)}")
         if tokens := plan.limits.update.tokens:
             print(f"    in passes of at most {tokens:,} tokens")
         if device.is_gpu and plan.checkpointing == "auto":

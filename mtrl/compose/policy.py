@@ -35,6 +35,7 @@ from mtrl.models.parallel.fsdp import compute_device, full_tensor, is_sharded
 from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
 from mtrl.models.plain_check import start_plain_check
 from mtrl.models.state_dicts import checkpoint_weights, load_weights, save_model
+from mtrl.models.views import ImageViews, View
 from mtrl.protocols import VideoSettings
 from mtrl.rollout.decode.engine import explain_unsupported_model, make_fastest_generator
 from mtrl.rollout.lifecycle import EngineLifecycle
@@ -287,6 +288,11 @@ def load_options(config: Config, device: str | None = None) -> dict[str, Any]:
 
 def check_signals_available(config: Config, spec: AlgorithmSpec, can_read_attention: bool) -> None:
     """Raise before the first step if a signal is needed that cannot be measured."""
+    for name in spec.needs.other_views:
+        try:
+            View.parse(name)
+        except ValueError as error:
+            raise ConfigError([f"optimization.credit, optimization.signals: {error}"]) from error
     if unknown := spec.needs.unknown:
         reader, known = _name_readers(spec, unknown[0]), ", ".join(VIEWS)
         message = f"{reader} needs the signal {unknown[0]}, which nothing measures; there are {known}"
@@ -337,7 +343,7 @@ def build_actor(
     return LocalActor(
         policy,
         algorithm.make_optimizer_settings(config, steps),
-        perturbation=algorithm.make_perturbation(config, images.patch_size if images else 1),
+        views=ImageViews(algorithm.make_perturbation(config, images.patch_size if images else 1), images),
         update_batching=algorithm.make_update_batching(config, on_gpu, policy.share_prefix).over(ranks),
         probe_batching=algorithm.make_probe_batching(config, on_gpu, policy.share_prefix).over(ranks),
         encoder_files=encoder_files(encoder, model_path(config)),

@@ -148,7 +148,7 @@ class MemoryPreflight:
         if not (self.forward.backbone.uses_own_attention and part.visual.any()):
             needs = needs.without(*ATTENTION)
         if needs:
-            views = [prompt.media for prompt in part.prompts]
+            views = {name: [prompt.media for prompt in part.prompts] for name in needs.other_views}
             with torch.no_grad():
                 run_forward(self.forward.backbone.model, lambda: self.forward.signals(part, needs, views))
 

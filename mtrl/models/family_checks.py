@@ -42,7 +42,7 @@ from mtrl.models.parity import plain_inputs, plain_log_probs
 from mtrl.models.processors import load_processor, process_prompt
 from mtrl.models.routing import has_experts
 from mtrl.models.state_dicts import exported_weights, save_model
-from mtrl.types import SEGMENTS, TEXT_POOL, VISION_POOL, Needs, Prompt, Sampling
+from mtrl.types import PERTURBED, SEGMENTS, TEXT_POOL, VISION_POOL, Needs, Prompt, Sampling
 
 # What passes as rounding, at the worst token. Logits of 16 to 32 in bfloat16 are multiples of 1/8: a log-prob of such a
 # model is known to half a nat at best. A wrong position, mask or image moves some token of a trained model by more.
@@ -154,7 +154,7 @@ def check_perturbation(candidate: Candidate) -> Finding:
     if not any(prompt.media for prompt in candidate.rollouts.prompts):
         raise NotApplicable("a text model has no images")
     needs = Needs("old_logprobs", "perturbed_logprobs")
-    ours = candidate.forward.signals(candidate.rollouts, needs, candidate.views).perturbed_logprobs
+    ours = candidate.forward.signals(candidate.rollouts, needs, {PERTURBED: candidate.views}).perturbed_logprobs
     assert ours is not None
     theirs = candidate.compute_plain(candidate.plain, perturbed=True)
     effect = gap(theirs, candidate.plain_log_probs)

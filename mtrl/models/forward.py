@@ -7,7 +7,7 @@ pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,16 @@ from mtrl.algorithms.signals import (
     measure_signal,
     visual_dependency,
 )
-from mtrl.algorithms.vocab import CHUNK_POSITIONS, TokenScores, full_kl, map_log_probs, support_mass, token_scores
+from mtrl.algorithms.vocab import (
+    CHUNK_POSITIONS,
+    DIVERGENCES,
+    TokenScores,
+    compare_distributions,
+    full_kl,
+    map_log_probs,
+    support_mass,
+    token_scores,
+)
 from mtrl.models import patches
 from mtrl.models.attention_maps import PatchReader, make_image_readers
 from mtrl.models.backbone import Backbone, Masks, prompt_positions, vision_tokens
@@ -39,11 +48,12 @@ from mtrl.models.recurrent import StateForks
 from mtrl.models.routing import RoutingReader
 from mtrl.models.step_inputs import StepInputs
 from mtrl.protocols import PromptEncoder
-from mtrl.types import SEGMENTS, Needs, Prompt, Rollouts, Signal, Signals, TokenStates
+from mtrl.types import PERTURBED, SEGMENTS, Needs, Prompt, Rollouts, Signal, Signals, TokenStates
 
 OLD_LOGPROBS = Needs("old_logprobs")
 FUSED_CHUNK = 2048  # positions; every chunk reads and writes the gradient of the output matrix
-Views = Sequence[tuple[np.ndarray, ...]]  # perturbed media per prompt
+Media = Sequence[tuple[np.ndarray, ...] | None]  # per prompt as a view shows them; None: without image tokens
+Views = Mapping[str, Media]  # other views by name
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +112,8 @@ class Forward:
         return self.gather_tokens(hidden.float() @ self.backbone.output_matrix[0].float(), rollouts)
 
     def signals(self, rollouts: Rollouts, needs: Needs = OLD_LOGPROBS, views: Views | None = None) -> Signals:
-        """The signals in `needs` for every token, under the original image and, for comparisons, perturbed `views`. If
-        only attention is needed, the vocabulary is skipped."""
+        """The signals in `needs` for every token, under the original image and, for comparisons, other `views`. If only
+        attention is needed, the vocabulary is skipped."""
         return self.start_signals(rollouts, needs, views)()
 
     @torch.no_grad()
@@ -111,19 +121,21 @@ class Forward:
         self, rollouts: Rollouts, needs: Needs = OLD_LOGPROBS, views: Views | None = None
     ) -> Callable[[], Signals]:
         """Queue the pass of `signals`, and return a function that waits for it: meanwhile the device gets the next."""
-        assert needs.views == 1 or views is not None, "two views are compared"
-        prepared = self.prepare(rollouts, [None, views][: needs.views])
+        prepared = self.prepare(rollouts, [(views or {})[name] for name in needs.other_views])
         layout = prepared.layout
         reader = self._make_mass_reader(layout) if "attention_mass" in needs else None
         patch_reader = self._make_patch_reader(layout, rollouts) if "attention_maps" in needs else None
         routing = self.make_routing_reader(rollouts) if "old_logprobs" in needs else None
         readers = [each for each in (reader, patch_reader) if each is not None]
         states = self._last_states(prepared, readers, routing)
-        hidden = self._select_predictors(states, layout)
-        similar = {"similarity": self._similarity(states, hidden[0], layout)} if "similarity" in needs else {}
+        original, *others = self._select_predictors(states, layout)
+        similar = {"similarity": self._similarity(states, original, layout)} if "similarity" in needs else {}
         del states  # frees memory for the vocabulary
-        scored = self._score_views(hidden, rollouts, needs) if needs.without(*ATTENTION) else {}
-        extra = self._measure_custom(hidden, rollouts, needs.custom)
+        hidden = dict(zip(needs.other_views, others, strict=True))
+        scored = self._score_views(original, hidden, rollouts, needs) if needs.without(*ATTENTION) else {}
+        measured = self._measure_custom(original, hidden, rollouts, needs.custom)
+        for view, states_of_view in hidden.items():
+            measured |= self._compare_view(original, states_of_view, rollouts, needs.of_view(view), view)
         scored |= {name: self.gather_tokens(values, rollouts) for name, values in similar.items()}
         if routing is not None:
             scored["routing_mismatch"] = self.gather_mismatch(routing, rollouts)
@@ -132,6 +144,7 @@ class Forward:
             signals = self._unpack_scored(scored, rollouts, needs)
             mass = {} if reader is None else self._unpack_mass(reader, layout, rollouts)
             maps = None if patch_reader is None else patch_reader.maps(len(rollouts))
+            extra = {name: unpack_rows(values.cpu(), rollouts.mask) for name, values in measured.items()}
             return Signals(**signals, **mass, attention_maps=maps, extra=extra)
 
         return collect
@@ -146,35 +159,51 @@ class Forward:
             signals["dependency"] = visual_dependency(old, perturbed, rollouts.mask)
         return signals
 
-    def _score_views(self, hidden: list[Tensor], rollouts: Rollouts, needs: Needs) -> dict[str, Tensor]:
+    def _score_views(
+        self, original: Tensor, others: Mapping[str, Tensor], rollouts: Rollouts, needs: Needs
+    ) -> dict[str, Tensor]:
         """Each signal of the vocabulary as [M], on the device, so nothing waits for the device in between. A new signal
         of this kind belongs here."""
-        changes = "entropy_change" in needs
-        clean = self.score_tokens(hidden[0], rollouts, entropy=changes or "entropy" in needs or "support" in needs)
+        changes, perturbed_hidden = "entropy_change" in needs, others.get(PERTURBED)
+        clean = self.score_tokens(original, rollouts, entropy=changes or "entropy" in needs or "support" in needs)
         signals = {"old_logprobs": clean.logp}
         if clean.entropy is not None:
             signals["entropy"] = clean.entropy
         if clean.support is not None:
             signals["support"] = clean.support
-        if needs.views == 2:
-            perturbed = self.score_tokens(hidden[1], rollouts, entropy=changes)
+        if perturbed_hidden is not None:
+            perturbed = self.score_tokens(perturbed_hidden, rollouts, entropy=changes)
             signals["perturbed_logprobs"] = perturbed.logp
             if clean.entropy is not None and perturbed.entropy is not None:
                 signals["entropy_change"] = perturbed.entropy - clean.entropy
-        if "dependency" in needs and self.perception_estimator == "full_kl":
-            kl = full_kl(hidden[0], hidden[1], self.backbone.output_matrix, **self.distribution())
-            signals["dependency"] = self.gather_tokens(kl, rollouts)
+            if "dependency" in needs and self.perception_estimator == "full_kl":
+                kl = full_kl(original, perturbed_hidden, self.backbone.output_matrix, **self.distribution())
+                signals["dependency"] = self.gather_tokens(kl, rollouts)
         return signals
 
-    def _measure_custom(
-        self, hidden: Sequence[Tensor], rollouts: Rollouts, signals: Iterable[Signal]
+    def _compare_view(
+        self, original: Tensor, other: Tensor, rollouts: Rollouts, quantities: Sequence[str], view: str
     ) -> dict[str, Tensor]:
-        """[N, T, *shape] by name: the signals of users' classes."""
-        views = [self._token_states(each, rollouts) for each in hidden] if signals else []
+        """[M] on the device by name: the needed ones of `OF_A_VIEW`."""
+        found: dict[str, Tensor | None] = {}
+        if {"logprobs", "entropy"} & {*quantities}:
+            scores = self.score_tokens(other, rollouts, entropy="entropy" in quantities)
+            found |= {"logprobs": scores.logp, "entropy": scores.entropy}
+        if divergences := [each for each in quantities if each in DIVERGENCES]:
+            matrix, rules = self.backbone.output_matrix, self.distribution()
+            values = compare_distributions(original, other, matrix, divergences, **rules)
+            found |= {name: self.gather_tokens(each, rollouts) for name, each in values.items()}
+        return {f"{name}@{view}": each for name in quantities if (each := found[name]) is not None}
+
+    def _measure_custom(
+        self, original: Tensor, others: Mapping[str, Tensor], rollouts: Rollouts, signals: Iterable[Signal]
+    ) -> dict[str, Tensor]:
+        """[M, *shape] on the device by name: the signals of users' classes."""
         extra = {}
         for signal in sorted(signals, key=lambda each: each.name):
-            values = measure_signal(signal, *views[: signal.views])
-            extra[signal.name] = unpack_rows(self.gather_tokens(values, rollouts).cpu(), rollouts.mask)
+            seen = [original] if signal.views == 1 else [original, others[signal.view]]
+            values = measure_signal(signal, *(self._token_states(each, rollouts) for each in seen))
+            extra[signal.name] = self.gather_tokens(values, rollouts)
         return extra
 
     def _token_states(self, hidden: Tensor, rollouts: Rollouts) -> TokenStates:
@@ -243,8 +272,9 @@ class Forward:
         }
 
     # ------------------------------------------------------------------------------------------------------- one pass
-    def prepare(self, rollouts: Rollouts, views: Sequence[Views | None] = (None,)) -> PreparedPass:
-        """Lay out a pass over these views and encode the images, with gradients where they are on."""
+    def prepare(self, rollouts: Rollouts, others: Sequence[Media] = ()) -> PreparedPass:
+        """Lay out a pass over the original view and `others`, and encode the images, with gradients where they are
+        on."""
         kept, device = self.kept, self.backbone.device
         prompts, tower = [kept.first_equal(each) for each in rollouts.prompts], kept.tower_of(self.backbone)
         known: dict[tuple[int, int], Features] = {
@@ -253,23 +283,22 @@ class Forward:
             if (features := kept.find("features", tower, prompt)) is not None
         }
         read = [self._read_prompt(prompt, (0, g) in known, tower) for g, prompt in enumerate(prompts)]
-        inputs = {
-            (number, g): read[g][0] if view is None else self.encoder.inputs(prompt, view[g], device)
-            for number, view in enumerate(views)
-            for g, prompt in enumerate(prompts)
-            if view is None or prompt.task.visual
+        layout = self._lay_out(rollouts, prompts, [positions for _, positions in read], others)
+        inputs = {(0, g): each for g, (each, _) in enumerate(read)} | {
+            (number, g): self.encoder.inputs(prompts[g], media, device)
+            for number, view in enumerate(others, 1)
+            for g, media in enumerate(view)
+            if media
         }
-        layout = self._lay_out(rollouts, prompts, [positions for _, positions in read], len(views))
         if self.sp_group.size > 1 and self.backbone.images is not None:
-            sizes = [int(vision_tokens(each).sum()) for each in prompts]
-            return PreparedPass(layout, self._own_features(layout, inputs, sizes))
+            return PreparedPass(layout, self._own_features(layout, inputs, prompts))
         encoded = self.backbone.encode_images(list(inputs.values()))
         features = dict(zip(inputs, encoded, strict=True)) | known
         if tower is not None:
             for g in (g for g, prompt in enumerate(prompts) if prompt.task.visual):
                 copy = lambda each: each.map(queue_cpu_copy)  # noqa: E731
                 kept.keep("features", tower, prompts[g], value=features[0, g], copy=copy)
-        return PreparedPass(layout, [features[document.view, document.prompt] for document in layout.documents])
+        return PreparedPass(layout, [features.get((document.view, document.prompt)) for document in layout.documents])
 
     def _read_prompt(
         self, prompt: Prompt, has_features: bool, tower: Backbone | None
@@ -286,13 +315,14 @@ class Forward:
         return {} if idle else inputs, positions
 
     def _lay_out(
-        self, rollouts: Rollouts, prompts: Sequence[Prompt], positions: Sequence[Tensor], views: int
+        self, rollouts: Rollouts, prompts: Sequence[Prompt], positions: Sequence[Tensor], others: Sequence[Media]
     ) -> Layout:  # fmt: skip
         """The layout of these rows. One with several views is read by a single pass."""
         options: dict[str, Any] = {"share_prefix": self.share_prefix, "packed": self.packed}
-        options |= {"views": views, "sp_size": self.sp_group.size}
-        if views > 1 or not self.kept.is_open:
-            return lay_out(rollouts, positions, **options)
+        options |= {"sp_size": self.sp_group.size}
+        if others or not self.kept.is_open:
+            blind = [number for number, view in enumerate(others, 1) if None in view]
+            return lay_out(rollouts, positions, views=1 + len(others), without_images=blind, **options)
         rows = (rollouts.group, rollouts.mask.sum(1), rollouts.tokens[rollouts.mask])
         key = ("layout", *options.values(), *prompts, *(each.numpy().tobytes() for each in rows))
         layout = self.kept.find(*key) or lay_out(rollouts, positions, **options)
@@ -300,21 +330,23 @@ class Forward:
         return layout
 
     def _own_features(
-        self, layout: Layout, inputs: dict[tuple[int, int], dict[str, Tensor]], sizes: Sequence[int]
+        self, layout: Layout, inputs: dict[tuple[int, int], dict[str, Tensor]], prompts: Sequence[Prompt]
     ) -> list[Features | None]:
-        """The features of each document's image tokens (`sizes`: how many per prompt) in this rank's part of the
-        sequences. Only images that reach into it are encoded."""
+        """The features of each document's image tokens in this rank's part of the sequences. Only images that reach
+        into it are encoded."""
         keys = [(document.view, document.prompt) for document in layout.documents]
-        own = layout.vision_within(self.sp_group.local_columns(layout.ids.shape[1]), [sizes[g] for _, g in keys])
+        sizes = [int(vision_tokens(prompts[each.prompt]).sum()) if each.images else 0 for each in layout.documents]
+        own = layout.vision_within(self.sp_group.local_columns(layout.ids.shape[1]), sizes)
         wanted = {key: [torch.empty(0, dtype=torch.long)] for key in inputs}  # by all documents of a prompt
         for key, tokens in zip(keys, own, strict=True):
-            wanted[key].append(tokens)
+            if key in inputs:
+                wanted[key].append(tokens)
         selected = {key: self.backbone.images.select(inputs[key], torch.cat(wanted[key])) for key in inputs}
         encoded = dict(zip(inputs, self.backbone.encode_images([each for each, _ in selected.values()]), strict=True))
         features: list[Features | None] = []
         for key, tokens in zip(keys, own, strict=True):
-            images, index = encoded[key], selected[key][1]
-            features.append(images and images.rows(to_device(index[tokens], self.backbone.device)))
+            images = encoded.get(key)
+            features.append(images and images.rows(to_device(selected[key][1][tokens], self.backbone.device)))
         return features
 
     def _select_predictors(self, states: Tensor, layout: Layout) -> list[Tensor]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from mtrl.models.document_mask import BLOCK, DocumentMask, find_image_runs, whole_blocks
@@ -18,11 +19,14 @@ NOT_PROMPT = -1  # the pool of other tokens, and the segment of padding
 
 @dataclass(frozen=True)
 class Document:
-    """A prompt under one view of its images, and the rows that respond to it. Documents do not attend to each other."""
+    """A prompt under one view of its images, and the rows that respond to it. Documents do not attend to each other.
+    One without its `images` has no image tokens; all other tokens are at the same positions as with them, which is the
+    same as image tokens that nothing attends to."""
 
     view: int
     prompt: int
     rows: tuple[int, ...]
+    images: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +51,7 @@ class Layout:
     def sink(self) -> Tensor:
         """[B, S] bool: the first token of each prompt."""
         segment = self.document_mask.segment
-        before = torch.nn.functional.pad(segment[:, :-1], (1, 0), value=NOT_PROMPT - 1)
+        before = nn.functional.pad(segment[:, :-1], (1, 0), value=NOT_PROMPT - 1)
         return (self.pool != NOT_PROMPT) & (segment != before)
 
     def vision_within(self, columns: slice, sizes: Sequence[int]) -> list[Tensor]:
@@ -69,28 +73,32 @@ def lay_out(
     share_prefix: bool = True,
     packed: bool = False,
     views: int = 1,
+    without_images: Container[int] = (),
     sp_size: int = 1,
 ) -> Layout:
     """Without `share_prefix` there is one document per row; unless `packed`, one sequence per document, padded to the
-    longest. Sequences are padded so that `sp_size` ranks can split them evenly.
+    longest. Sequences are padded so that `sp_size` ranks can split them evenly. Views `without_images` have no image
+    tokens.
 
     Prompts without images are the same under every view, so only the first view includes them.
     """
     lengths = rollouts.mask.sum(1).tolist()
-    documents = make_documents(rollouts, share_prefix, views)
+    documents = make_documents(rollouts, share_prefix, views, without_images)
     builder = _Builder(rollouts, positions, lengths)
     for number, document in enumerate(documents):
         builder.add(0 if packed else number, document)
     return builder.layout(documents, packed, views, sp_size)
 
 
-def make_documents(rollouts: Rollouts, share_prefix: bool, views: int) -> list[Document]:
+def make_documents(
+    rollouts: Rollouts, share_prefix: bool, views: int, without_images: Container[int] = ()
+) -> list[Document]:
     groups: dict[int, list[int]] = {}
     for row, g in enumerate(rollouts.group.tolist()):
         groups.setdefault(g if share_prefix else row, []).append(row)
     clean = [Document(0, int(rollouts.group[rows[0]]), tuple(rows)) for rows in groups.values()]
     return [
-        Document(view, each.prompt, each.rows)
+        Document(view, each.prompt, each.rows, images=view not in without_images)
         for view in range(views)
         for each in clean
         if view == 0 or rollouts.prompts[each.prompt].task.visual
@@ -114,31 +122,34 @@ class _Builder:
             self.sizes.append(0)
         prompt, begin = self.rollouts.prompts[document.prompt], self.sizes[sequence]
         spans = [self.lengths[row] for row in document.rows]
-        size, total = len(prompt.ids), len(prompt.ids) + sum(spans)
+        size, pool = len(prompt.ids), prompt.token_pool
+        kept: Any = slice(None)
+        if not document.images:
+            kept, pool = nn.functional.pad(pool != VISION_POOL, (0, sum(spans)), value=True), pool[pool != VISION_POOL]
         responses = [self.rollouts.tokens[row, :length] for row, length in zip(document.rows, spans, strict=True)]
         segments = torch.arange(len(spans) + 1) + self.segments
         for name, piece in {
             "ids": torch.cat([prompt.ids, *responses]),
             "positions": continue_positions(self.prompt_positions[document.prompt], spans).T,
-            "pool": torch.cat([prompt.token_pool, torch.full((total - size,), NOT_PROMPT)]),
+            "pool": nn.functional.pad(prompt.token_pool, (0, sum(spans)), value=NOT_PROMPT),
             "segment": segments.repeat_interleave(torch.tensor([size, *spans])),
-            "prompt": torch.full((total,), self.segments),
+            "prompt": torch.full((size + sum(spans),), self.segments),
             "path": continue_positions(torch.arange(size).expand(3, -1), spans)[0],
         }.items():
-            self.streams[sequence][name].append(piece)
-        self._record(sequence, document, begin, size)
+            self.streams[sequence][name].append(piece[kept])
+        self._record(sequence, document, begin, pool)
         self.segments += len(segments)
-        self.sizes[sequence] += total
+        self.sizes[sequence] += len(pool) + sum(spans)
 
-    def _record(self, sequence: int, document: Document, begin: int, size: int) -> None:
-        end = begin + size
+    def _record(self, sequence: int, document: Document, begin: int, pool: Tensor) -> None:
+        end = begin + len(pool)
         for row in document.rows:
             columns = torch.arange(end, end + self.lengths[row]) - 1
-            columns[:1] = begin + size - 1  # the prompt's last position predicts every first token
+            columns[:1] = begin + len(pool) - 1  # the prompt's last position predicts every first token
             self.predictors[document.view, row] = (sequence, columns)
             end += self.lengths[row]
-        image = (self.rollouts.prompts[document.prompt].token_pool == VISION_POOL).nonzero()
-        tail = torch.arange(begin + (int(image[-1]) + 1 if len(image) else 0), begin + size)
+        image = (pool == VISION_POOL).nonzero()
+        tail = torch.arange(begin + (int(image[-1]) + 1 if len(image) else 0), begin + len(pool))
         self.tails.append((torch.full_like(tail, sequence), tail))
 
     def layout(self, documents: list[Document], packed: bool, views: int, sp_size: int) -> Layout:
@@ -148,7 +159,7 @@ class _Builder:
         def stack(name: str, fill: int = 0) -> Tensor:
             padded = pad_sequence([torch.cat(s[name]) for s in self.streams], batch_first=True, padding_value=fill)
             missing = length - padded.shape[1]
-            return torch.nn.functional.pad(padded, (0, 0) * (padded.dim() - 2) + (0, missing), value=fill)
+            return nn.functional.pad(padded, (0, 0) * (padded.dim() - 2) + (0, missing), value=fill)
 
         def join_predictors(view: int) -> tuple[Tensor, Tensor]:
             rows = range(len(self.lengths))

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,9 +17,9 @@ from mtrl.algorithms.vocab import TokenScores
 from mtrl.models.device_copy import to_device
 from mtrl.models.forward import Forward, PreparedPass, unpack
 from mtrl.models.parallel.fsdp import run_forward, run_frozen_forward
-from mtrl.models.perturb import Perturbation
 from mtrl.models.routing import RoutingReader
 from mtrl.models.state_dicts import exported_weights
+from mtrl.models.views import ImageViews
 from mtrl.protocols import Snapshot
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch, Weights
 from mtrl.utils.record_rows import map_tensors
@@ -45,7 +44,7 @@ class LocalActor:
         forward: Forward,
         optimization: OptimizerSettings,
         *,
-        perturbation: Perturbation,
+        views: ImageViews,
         update_batching: MicroBatching,
         probe_batching: MicroBatching,
         encoder_files: Mapping[str, bytes],
@@ -62,7 +61,7 @@ class LocalActor:
             theirs = list(reference.forward.backbone.model.parameters())
             self.offloaded_reference = OffloadedTensors(lambda: theirs, forward.backbone.device)
             self.offloaded_reference.offload()
-        self.perturbation, self.probe_batching = perturbation, probe_batching
+        self.views, self.probe_batching = views, probe_batching
         self.model = forward.backbone.model
         self.learner = Learner(
             self.model,
@@ -112,10 +111,10 @@ class LocalActor:
         return batching.probe(rollouts, lambda rows: run_forward(self.model, partial(measure, rows)), views)
 
     def _signals(self, rollouts: Rollouts, needs: Needs, step: int | None) -> Callable[[], Signals]:
-        views: list[tuple[np.ndarray, ...]] | None = None
-        if needs.views == 2:
-            assert step is not None, "a step keys the perturbation"
-            views = [self.perturbation.view(prompt, step) for prompt in rollouts.prompts]
+        views = {}
+        for name in needs.other_views:
+            assert step is not None, "a step keys the views"
+            views[name] = [self.views.media(name, prompt, step) for prompt in rollouts.prompts]
         return self.forward.start_signals(rollouts, needs, views)
 
     # ------------------------------------------------------------------------------------------------------ updating

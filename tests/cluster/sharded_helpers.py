@@ -25,6 +25,7 @@ from mtrl.models.parallel.sequence import make_sp_group
 from mtrl.models.perturb import Perturbation
 from mtrl.models.state_dicts import exported_weights
 from mtrl.models.value_head import empty_value_model, load_value_model
+from mtrl.models.views import ImageViews
 from mtrl.types import VIEWS, Experience, Needs, Rewards, Rollouts, TrainBatch
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.critic import LocalCritic
@@ -102,7 +103,7 @@ def make_worker(
     else:
         other = make_backbone(family, kind, ranks, strategy, False, per_node, cpu_offload, dtype).model
         reference = Reference.from_model(other, forward)
-    return LocalActor(forward, settings, perturbation=Perturbation(seed=3), reference=reference, **options)
+    return LocalActor(forward, settings, views=ImageViews(Perturbation(seed=3)), reference=reference, **options)
 
 
 # --------------------------------------------------------------------------------------------------------- the batches

@@ -23,6 +23,7 @@ from mtrl.models.load_model import empty_model, load_model
 from mtrl.models.parallel.fsdp import Sharding
 from mtrl.models.parallel.ranks import SINGLE_PROCESS
 from mtrl.models.perturb import Perturbation
+from mtrl.models.views import ImageViews
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.micro_batches import NO_LIMIT, MicroBatching
 
@@ -143,7 +144,7 @@ def in_bf16(ranks, family, batches):
     forward = Forward(Backbone(model, torch.bfloat16, ranks=ranks), get_encoder(family))
     batching = MicroBatching(tokens=60, ranks=ranks)
     options = {"update_batching": batching, "probe_batching": batching, "encoder_files": {}}
-    actor = LocalActor(forward, SETTINGS, perturbation=Perturbation(seed=3), **options)
+    actor = LocalActor(forward, SETTINGS, views=ImageViews(Perturbation(seed=3)), **options)
     return [actor.update([batch], LOSS)["grad_norm"] for batch in batches], str(actor.learner.parameters[0].dtype)
 
 

@@ -24,6 +24,7 @@ from mtrl.models.forward import Forward
 from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
 from mtrl.models.parallel.sequence import SequenceParallelGroup, explain_indivisible_heads, make_sp_group
 from mtrl.models.perturb import Perturbation
+from mtrl.models.views import ImageViews
 from mtrl.tracking.jsonl import read_rows
 from mtrl.types import Needs, Signal
 from mtrl.workers.micro_batches import MicroBatching
@@ -57,6 +58,7 @@ NEEDS = Needs(
     "similarity",
     "attention_mass",
     "prompt_attention_mass",
+    *("kl@none", "jsd@none", "logprobs@black", "entropy@none"),
     custom=[TopTwo()],
 )
 
@@ -72,7 +74,8 @@ def passes(family, ranks=SINGLE_PROCESS):
         backbone.images.run_tower = lambda pixels, grids: patches.append(len(pixels)) or run_tower(pixels, grids)
     backbone.language_model.layers[0].mlp.register_forward_hook(lambda _, given, made: widths.append(made.shape[1]))
     rollouts = random_rollouts(prompts_for(family), *MIXED)
-    views = [Perturbation(seed=3).view(prompt, 1) for prompt in rollouts.prompts]
+    images = ImageViews(Perturbation(seed=3))
+    views = {name: [images.media(name, each, 1) for each in rollouts.prompts] for name in NEEDS.other_views}
     weights = torch.randn(rollouts.mask.shape, generator=torch.Generator().manual_seed(1))
     found = {}
     for name, options in LAYOUTS.items():

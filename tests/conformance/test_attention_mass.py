@@ -145,7 +145,7 @@ def test_the_perturbed_view_leaves_the_clean_masses_alone(family, route):
     views = [Perturbation(seed=7).view(prompt, 0) for prompt in rollouts.prompts]
     forward = Forward(shared_backbone(family), get_encoder(family), **route)
     alone = forward.signals(rollouts, Needs("old_logprobs", "attention_mass"))
-    both = forward.signals(rollouts, Needs("dependency", "attention_mass", "entropy"), views)
+    both = forward.signals(rollouts, Needs("dependency", "attention_mass", "entropy"), {"perturbed": views})
     torch.testing.assert_close(both.attention_mass, alone.attention_mass, rtol=0, atol=1e-5, equal_nan=True)
     close(both.old_logprobs, alone.old_logprobs)
 

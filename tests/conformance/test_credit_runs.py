@@ -1,6 +1,7 @@
 """The weight by entropy change: by hand, in a run, and as a user's file; and invalid rules."""
 
 import json
+import math
 import textwrap
 from pathlib import Path
 
@@ -85,6 +86,25 @@ def test_the_oracle_reads_the_responses_of_a_run(tmp_path):
     step = read_metrics(get_run_dir(tmp_path))[1, False]
     assert status == 0 and step["actor/grad_norm"] >= 0
     assert step["actor/combined_token_fraction"] == pytest.approx(1 / step["response_length/mean"], rel=0.01)
+
+
+def test_a_rule_of_another_view_trains(tmp_path):
+    """Its signal is logged, kept with the responses of a replay, and measured by the same pass as S."""
+    rule = f"optimization.credit=[{{name: {EXAMPLE.parent}/without_image.py:NeedsImage, strength: 0.5}}]"
+    words = ("optimization.replay_buffer_size=4", "optimization.enable_perception_filtering=true")
+    status, rows = run(tmp_path, *words, rule)
+    step = rows[2, False]
+    assert status == 0 and 0 < step["signal/jsd@none"] < math.log(2) and step["actor/grad_norm"] > 0
+    assert 0 < step["actor/perception_token_fraction"] < 1
+
+
+@pytest.mark.parametrize("view", ["blank", "crop", "none(3)"])
+def test_an_unknown_view_is_refused(view, tmp_path, capsys):
+    rules = tmp_path / "rules.py"
+    text = (EXAMPLE.parent / "without_image.py").read_text().replace("jsd@none", f"jsd@{view}")
+    rules.write_text(text)
+    assert main(tiny_arguments(tmp_path, f"optimization.credit=['{rules}:NeedsImage']")) != 0
+    assert f"there is no view {view}; there are perturbed, black" in capsys.readouterr().err
 
 
 def test_a_users_file_named_in_a_yaml_trains(tmp_path):

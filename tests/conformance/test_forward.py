@@ -102,7 +102,7 @@ def test_entropy_equals_a_plain_forward(family, forward):
 def test_similarity_to_the_image_equals_a_plain_forward(family, forward):
     """Also with a second view, whose states it must ignore; rows without an image have none."""
     rollouts = rollouts_for(family)
-    signals = forward.signals(rollouts, Needs("similarity", "perturbed_logprobs"), make_views(rollouts))
+    signals = forward.signals(rollouts, Needs("similarity", "perturbed_logprobs"), {"perturbed": make_views(rollouts)})
     for row, length in enumerate(LENGTHS):
         prompt = rollouts.prompts[GROUP[row]]
         inputs = plain_inputs(get_encoder(family), prompt, rollouts.tokens[row, :length])
@@ -130,7 +130,7 @@ def test_only_empty_responses(family, forward):
     rollouts = random_rollouts(prompts_for(family), [0, 1], [3, 3])
     rollouts.mask[:] = False
     signals = replace(forward, perception_estimator="full_kl").signals(
-        rollouts, Needs("entropy", "dependency", "similarity"), make_views(rollouts)
+        rollouts, Needs("entropy", "dependency", "similarity"), {"perturbed": make_views(rollouts)}
     )
     assert all((x == 0).all() for x in (signals.old_logprobs, signals.entropy, signals.dependency, signals.similarity))
     forward.logp(rollouts).sum().backward()
@@ -163,7 +163,7 @@ def test_forged_media_tokens_are_harmless(family, forward):
     for place, token in enumerate(encoder.forbidden_ids):
         rollouts.tokens[0, place] = token
         rollouts.tokens[5, place + 1] = token  # a text-only row
-    signals = forward.signals(rollouts, Needs("dependency", "entropy"), make_views(rollouts))
+    signals = forward.signals(rollouts, Needs("dependency", "entropy"), {"perturbed": make_views(rollouts)})
     forged = torch.isin(rollouts.tokens, torch.tensor(encoder.forbidden_ids)) & rollouts.mask
     assert (signals.old_logprobs[forged] == -torch.inf).all()
     assert signals.old_logprobs[~forged].isfinite().all() and signals.entropy.isfinite().all()
@@ -220,7 +220,7 @@ def test_low_var_kl_equals_a_plain_computation(family, forward, temperature):
     rollouts = rollouts_for(family)
     views = make_views(rollouts)
     forward = replace(forward, temperature=temperature)
-    signals = forward.signals(rollouts, Needs("dependency"), views)
+    signals = forward.signals(rollouts, Needs("dependency"), {"perturbed": views})
     with torch.no_grad():
         old = plain_logp(family, rollouts, temperature=temperature).double()
         other = plain_logp(family, rollouts, temperature=temperature, views=views).double()
@@ -236,9 +236,8 @@ def test_low_var_kl_equals_a_plain_computation(family, forward, temperature):
 def test_full_kl_equals_a_plain_computation(family, forward):
     rollouts = rollouts_for(family)
     views = make_views(rollouts)
-    dependency = (
-        replace(forward, perception_estimator="full_kl").signals(rollouts, Needs("dependency"), views).dependency
-    )
+    forward = replace(forward, perception_estimator="full_kl")
+    dependency = forward.signals(rollouts, Needs("dependency"), {"perturbed": views}).dependency
     for row in range(len(rollouts)):
         prompt, length = rollouts.prompts[GROUP[row]], LENGTHS[row]
         response, view = rollouts.tokens[row, :length], views[GROUP[row]]
@@ -254,7 +253,7 @@ def test_full_kl_equals_a_plain_computation(family, forward):
 @pytest.mark.parametrize("estimator", ["low_var_kl", "full_kl"])
 def test_an_unchanged_view_has_no_dependency(family, forward, estimator):
     rollouts = rollouts_for(family)
-    same = [prompt.media for prompt in rollouts.prompts]
+    same = {"perturbed": [prompt.media for prompt in rollouts.prompts]}
     signals = replace(forward, perception_estimator=estimator).signals(rollouts, Needs("dependency"), same)
     close(signals.old_logprobs, signals.perturbed_logprobs)
     assert (signals.dependency < 1e-6).all()
@@ -265,7 +264,7 @@ def test_text_rows_depend_on_no_image(family, forward, estimator):
     """They run along in the batch; other rows' views leave them alone."""
     rollouts = rollouts_for(family)
     signals = replace(forward, perception_estimator=estimator).signals(
-        rollouts, Needs("dependency"), make_views(rollouts)
+        rollouts, Needs("dependency"), {"perturbed": make_views(rollouts)}
     )
     assert (signals.dependency[~rollouts.visual] < 1e-9).all()
 
@@ -276,7 +275,7 @@ def test_views_go_to_their_own_prompt(family, forward):
     rollouts = rollouts_for(family)
     views = [prompt.media for prompt in rollouts.prompts]
     views[3] = make_views(rollouts)[3]
-    dependency = forward.signals(rollouts, Needs("dependency"), views).dependency
+    dependency = forward.signals(rollouts, Needs("dependency"), {"perturbed": views}).dependency
     theirs = rollouts.group == 3
     assert (dependency[theirs] > 1e-6).any() and (dependency[~theirs] < 1e-9).all()
 

@@ -65,7 +65,9 @@ def test_signals_equal_the_cpu(rollouts, route):
     views = [perturbation.view(prompt, step=0) for prompt in rollouts.prompts]
     needs = Needs("entropy", "entropy_change", "dependency", "attention_mass", "attention_maps")
     routes = forward_on("cpu"), forward_on("cuda", **ROUTES[route])
-    here, there = (replace(each, perception_estimator="full_kl").signals(rollouts, needs, views) for each in routes)
+    here, there = (
+        replace(each, perception_estimator="full_kl").signals(rollouts, needs, {"perturbed": views}) for each in routes
+    )
     for name in (
         "old_logprobs",
         "perturbed_logprobs",
@@ -99,7 +101,9 @@ def test_no_graph_is_compiled_after_the_second_batch(rollouts):
     graphs = []
     for rows in (torch.arange(48), torch.arange(8, 40), torch.arange(4, 15), torch.arange(20, 48), torch.tensor([3])):
         part = rollouts.rows(rows)
-        forward.signals(part, Needs("dependency", "attention_mass"), [prompt.media for prompt in part.prompts])
+        forward.signals(
+            part, Needs("dependency", "attention_mass"), {"perturbed": [prompt.media for prompt in part.prompts]}
+        )
         forward.logp(part).sum().backward()
         graphs.append(int(counters["stats"]["unique_graphs"]))
     assert graphs[0] > 0 and graphs[-1] == graphs[1], graphs

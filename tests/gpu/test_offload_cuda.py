@@ -18,6 +18,7 @@ from mtrl.models.families import load_encoder
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import load_model
 from mtrl.models.perturb import Perturbation
+from mtrl.models.views import ImageViews
 from mtrl.types import Needs
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.learner import OptimizerSettings
@@ -43,7 +44,7 @@ def actor_with(offload):
     return LocalActor(
         forward,
         OptimizerSettings(lr=1e-4, warmup_steps=0),
-        perturbation=Perturbation(seed=3),
+        views=ImageViews(Perturbation(seed=3)),
         update_batching=MicroBatching(),
         probe_batching=MicroBatching(),
         encoder_files={},

@@ -18,6 +18,7 @@ from mtrl.models.parallel.fsdp import Sharding, is_sharded, local_tensor, weight
 from mtrl.models.parallel.ranks import SINGLE_PROCESS
 from mtrl.models.perturb import Perturbation
 from mtrl.models.state_dicts import exported_weights
+from mtrl.models.views import ImageViews
 from mtrl.types import Needs, Sampling, TrainBatch
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.learner import OptimizerSettings
@@ -61,7 +62,7 @@ def make_actor(ranks, compute, cpu_offload=False, offload_optimizer=False, refer
     return LocalActor(
         forward,
         OptimizerSettings(lr=1e-4, warmup_steps=0, max_grad_norm=0.01),
-        perturbation=Perturbation(seed=3),
+        views=ImageViews(Perturbation(seed=3)),
         update_batching=batching,
         probe_batching=batching,
         encoder_files={},

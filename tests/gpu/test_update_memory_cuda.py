@@ -15,6 +15,7 @@ from mtrl.models.families import load_encoder
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import load_model
 from mtrl.models.perturb import Perturbation
+from mtrl.models.views import ImageViews
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
@@ -39,7 +40,7 @@ def actor_with(batching):
     return LocalActor(
         Forward(Backbone(load_model(MODEL_DIRECTORY, device="cuda")), encoder, share_prefix=True),
         OptimizerSettings(lr=1e-4, warmup_steps=0, max_grad_norm=1e9),
-        perturbation=Perturbation(seed=3),
+        views=ImageViews(Perturbation(seed=3)),
         update_batching=batching,
         probe_batching=batching,
         encoder_files={},

@@ -12,6 +12,7 @@ from mtrl.models.adapters import AdapterSettings, adapter_parameters, add_adapte
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
+from mtrl.models.views import ImageViews
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
@@ -41,7 +42,7 @@ def make_actor(family, batching=ALL_AT_ONCE, packed=False, checkpointing=False, 
     return LocalActor(
         forward,
         OptimizerSettings(lr=1e-4, warmup_steps=0, total_steps=10, max_grad_norm=0.01),
-        perturbation=Perturbation(seed=3),
+        views=ImageViews(Perturbation(seed=3)),
         update_batching=batching,
         probe_batching=batching,
         encoder_files={},

@@ -28,6 +28,7 @@ from mtrl.models.forward import Forward
 from mtrl.models.parallel.fsdp import COMPUTE_DEVICE
 from mtrl.models.perturb import Perturbation
 from mtrl.models.value_head import load_value_model
+from mtrl.models.views import ImageViews
 from mtrl.rollout.lifecycle import EngineLifecycle
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Needs, Sampling
@@ -55,7 +56,7 @@ def make_actor(parks, adapters=False):
     return LocalActor(
         forward,
         OptimizerSettings(lr=1e-3, warmup_steps=0, total_steps=10, max_grad_norm=math.inf),
-        perturbation=Perturbation(seed=3),
+        views=ImageViews(Perturbation(seed=3)),
         update_batching=MicroBatching(),
         probe_batching=MicroBatching(),
         encoder_files={},

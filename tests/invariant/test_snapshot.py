@@ -20,6 +20,7 @@ from mtrl.checkpoint.learner_snapshot import OPTIMIZER_STATE
 from mtrl.models.families import encoder_files, load_encoder
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
+from mtrl.models.views import ImageViews
 from mtrl.types import Needs, TrainBatch
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.learner import OptimizerSettings
@@ -33,7 +34,7 @@ def make_actor(family):
     return LocalActor(
         Forward(fresh_backbone(family), get_encoder(family)),
         OptimizerSettings(lr=1e-3, warmup_steps=2, total_steps=6, lr_scheduler_type="cosine"),
-        perturbation=Perturbation(seed=3),
+        views=ImageViews(Perturbation(seed=3)),
         update_batching=MicroBatching(rows=4),
         probe_batching=MicroBatching(rows=4),
         encoder_files=encoder_files(get_encoder(family), checkpoint(family)),

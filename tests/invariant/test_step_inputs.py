@@ -186,8 +186,8 @@ def test_room_for_a_part_of_the_images(monkeypatch, counts):
     assert counts.images == IMAGES * (2 + 1 + 2) - 3, "one image in the reference's pass and in both epochs"
 
 
-def lay_out_anew(forward, rollouts, prompts, positions, views):
-    return passes.lay_out(rollouts, positions, share_prefix=True, views=views)
+def lay_out_anew(forward, rollouts, prompts, positions, others):
+    return passes.lay_out(rollouts, positions, share_prefix=True, views=1 + len(others))
 
 
 # ------------------------------------------------------------------------------------------------------ which features

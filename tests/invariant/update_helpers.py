@@ -18,6 +18,7 @@ from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.losses import Loss, Ppo, loss_weights, mismatch_correction
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
+from mtrl.models.views import ImageViews
 from mtrl.types import Experience, Needs, Rewards, TrainBatch
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.learner import OptimizerSettings
@@ -60,7 +61,7 @@ def make_actor(family, batching=ALL_AT_ONCE, forward=None, reference=None, depen
         forward
         or Forward(fresh_backbone(family), get_encoder(family), share_prefix=share, perception_estimator=dependency),
         OptimizerSettings(**settings),
-        perturbation=Perturbation(seed=3),
+        views=ImageViews(Perturbation(seed=3)),
         update_batching=batching,
         probe_batching=batching,
         encoder_files={},

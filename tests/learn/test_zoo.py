@@ -276,7 +276,7 @@ def first_samples(rollouts, samples=3):
 def test_dependency_is_where_the_image_is(backbone, encoder, sampled):
     rollouts = first_samples(sampled)
     views = [Perturbation(patch_size=14, black_prob=0.5).view(prompt, 0) for prompt in rollouts.prompts]
-    dependency = Forward(backbone, encoder).signals(rollouts, Needs("dependency"), views).dependency
+    dependency = Forward(backbone, encoder).signals(rollouts, Needs("dependency"), {"perturbed": views}).dependency
     tells = tells_of_the_image(encoder, rollouts)
     seen, template = dependency[tells], dependency[rollouts.mask & ~tells]
     assert len(seen) > 500 and len(template) > 500
@@ -291,7 +291,7 @@ def test_dependency_is_nowhere_without_a_perturbation(backbone, encoder, sampled
     for estimator in ("low_var_kl", "full_kl"):
         dependency = (
             Forward(backbone, encoder, perception_estimator=estimator)
-            .signals(rollouts, Needs("dependency"), views)
+            .signals(rollouts, Needs("dependency"), {"perturbed": views})
             .dependency
         )
         assert (dependency == 0).all()
@@ -302,7 +302,7 @@ def test_dependency_is_nowhere_between_blank_images(backbone, encoder, questions
     the two passes are one computation; ties count half.)"""
     rollouts = replace(first_samples(sampled, samples=1), prompts=tuple(make_prompts(questions, encoder, blank=True)))
     views = [Perturbation("blank").view(prompt, 0) for prompt in rollouts.prompts]
-    dependency = Forward(backbone, encoder).signals(rollouts, Needs("dependency"), views).dependency
+    dependency = Forward(backbone, encoder).signals(rollouts, Needs("dependency"), {"perturbed": views}).dependency
     tells = tells_of_the_image(encoder, rollouts)
     assert dependency.max() < 1e-6
     assert abs(auc(dependency[tells], dependency[rollouts.mask & ~tells]) - 0.5) <= 0.05

@@ -96,14 +96,14 @@ def prompt_tokens():
 
 
 class Views:
-    def view(self, prompt, step):
-        return prompt.task.id, step
+    def media(self, name, prompt, step):
+        return name, prompt.task.id, step
 
 
 def make_actor(batching=None, reference=None, **options):
     batching = batching or MicroBatching(rows=2)
     return LocalActor(
-        FakeForward(), OptimizerSettings(), perturbation=Views(), update_batching=batching, probe_batching=batching,
+        FakeForward(), OptimizerSettings(), views=Views(), update_batching=batching, probe_batching=batching,
         encoder_files={}, reference=reference, **options,
     )  # fmt: skip
 
@@ -114,13 +114,13 @@ def test_a_probe_goes_over_the_rows_pass_by_pass():
     found = actor.probe(rollouts, Needs("old_logprobs"), 0)
     assert [rows for rows, _, _ in actor.forward.asked] == [[0, 1], [2]]
     same(found.old_logprobs, torch.tensor([[0.0, 0, 0], [1, 0, 0], [2, 2, 2]]))
-    assert actor.forward.asked[0][1:] == (Needs("old_logprobs"), None), "one view: nothing is perturbed"
+    assert actor.forward.asked[0][1:] == (Needs("old_logprobs"), {}), "one view: nothing is perturbed"
 
 
 def test_two_views_are_of_this_step():
     actor = make_actor(MicroBatching(rows=3))
     actor.probe(fake_rollouts([2, 1, 3], group=[0, 0, 1]), Needs("dependency"), 5)
-    assert actor.forward.asked[0][2] == [("p0", 5), ("p1", 5)]
+    assert actor.forward.asked[0][2] == {"perturbed": [("perturbed", "p0", 5), ("perturbed", "p1", 5)]}
 
 
 def test_without_needs_no_pass_runs():

@@ -43,7 +43,9 @@ def same_image_passes(policy, rollouts):
     single = [rollouts.rows(torch.tensor([row])) for row in range(len(rollouts))]
     passes = []
     for parts in (whole, single):
-        found = [policy.signals(part, NEEDS, [prompt.media for prompt in part.prompts]) for part in parts]
+        found = [
+            policy.signals(part, NEEDS, {"perturbed": [prompt.media for prompt in part.prompts]}) for part in parts
+        ]
         for name in ("old_logprobs", "perturbed_logprobs"):
             tokens = [getattr(each, name)[part.mask] for each, part in zip(found, parts, strict=True)]
             passes.append(torch.cat(tokens))
@@ -57,7 +59,7 @@ def measure(dtype, rollouts):
     pairs = torch.combinations(torch.arange(len(passes)))
     noise = visual_dependency(passes[pairs[:, 0]], passes[pairs[:, 1]], torch.ones(len(pairs), passes.shape[1]).bool())
     view = algorithm.make_perturbation(config, encoder.image_settings.patch_size).view
-    real = policy.signals(rollouts, NEEDS, [view(prompt, 0) for prompt in rollouts.prompts]).dependency
+    real = policy.signals(rollouts, NEEDS, {"perturbed": [view(prompt, 0) for prompt in rollouts.prompts]}).dependency
     print(
         f"\n{dtype}: noise {noise.max():.1e} at most, {noise.mean():.1e} on average; S of a response at most",
         *(f"{x:.1e}" for x in real.amax(1).sort().values),

@@ -27,6 +27,7 @@ from mtrl.models.forward import Forward
 from mtrl.models.load_model import DTYPES, load_model
 from mtrl.models.model_size import ModelSize, model_size
 from mtrl.models.perturb import Perturbation
+from mtrl.models.views import ImageViews
 from mtrl.protocols import PromptEncoder
 from mtrl.rollout.local import LocalGenerator, peak_decode_bytes
 from mtrl.types import VISION_POOL, Needs, Sampling, TrainBatch
@@ -259,7 +260,7 @@ def test_an_estimate_against_peaks_of_a_3b_model(weights):
 # ------------------------------------------------------------------------------------------------- before a first step
 def an_actor(forward: Forward) -> LocalActor:
     return LocalActor(
-        forward, OptimizerSettings(lr=1e-3), perturbation=Perturbation(), update_batching=LIMITS.update,
+        forward, OptimizerSettings(lr=1e-3), views=ImageViews(Perturbation()), update_batching=LIMITS.update,
         probe_batching=LIMITS.probe, encoder_files={},
     )  # fmt: skip
 

@@ -85,7 +85,7 @@ def test_they_measure_what_the_built_in_ones_do(forward, rollouts):
     views = [Perturbation(seed=3).view(prompt, 1) for prompt in rollouts.prompts]
     needs = Needs("entropy_change", custom=[LogProb(), EntropyGap(), States()])
     assert needs.views == 2 and {"logp", "gap", "states", "entropy_change"} == needs.names
-    signals = forward.signals(rollouts, needs | Needs("old_logprobs"), views)
+    signals = forward.signals(rollouts, needs | Needs("old_logprobs"), {"perturbed": views})
     close(signals.extra["logp"], signals.old_logprobs, atol=1e-6)
     close(signals.extra["gap"], signals.entropy_change, atol=1e-5)
     assert signals.entropy_change.abs().max() > 1e-3, "the views differ"

@@ -188,7 +188,8 @@ class VisionEncoder(TextEncoder):
 
     def _check_array(self, array: np.ndarray) -> tuple[int, int]:
         """Height and width of a medium."""
-        assert array.dtype == np.uint8 and array.ndim in (3, 4) and array.shape[-1] == 3, f"{array.dtype} {array.shape}"
+        assert array.dtype in (np.uint8, np.float32), f"{array.dtype} is no type of pixels"
+        assert array.ndim in (3, 4) and array.shape[-1] == 3, f"{array.shape} is no image, nor a clip"
         return array.shape[-3], array.shape[-2]
 
     def _check_view(self, prompt: Prompt, media: Sequence[np.ndarray] | None) -> Sequence[np.ndarray]:
