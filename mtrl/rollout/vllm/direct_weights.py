@@ -81,7 +81,7 @@ def learn_places(worker: Any, forms: Mapping[str, Form]) -> DirectWeights:
             if not torch.equal(bits(target), bits(place.of(tensor).to(target.dtype))):
                 raise Unexplained(f"{name} is changed after it was loaded")
     after = fingerprints(model, targets)
-    for name in before.keys() | after.keys():
+    for name in sorted(before.keys() | after.keys()):
         if before.get(name) != after.get(name):
             raise Unexplained(f"{name} depends on weights")
     return direct

@@ -18,7 +18,7 @@ from mtrl.protocols import Clip
 from mtrl.rollout.vllm.direct_weights import DirectWeights, Unexplained, learn_places
 from mtrl.rollout.vllm.requests import Request, Response
 from mtrl.rollout.vllm.settings import prepare_environment
-from mtrl.rollout.vllm.sleeping_memory import free_while_asleep
+from mtrl.rollout.vllm.sleeping_memory import map_before_freeing
 from mtrl.utils.errors import RunError, StartError
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ class VllmInProcess:
                 self.llm = LLM(**arguments)
             except Exception as error:
                 raise StartError(f"vLLM does not start: {first_line(error)}") from error
+        if self.sleeps and torch.cuda.is_available():
+            map_before_freeing()
         self.max_length: int = self.llm.llm_engine.model_config.max_model_len
         self._update: Callable[[Mapping[str, Tensor]], None] | None = None  # chosen when the first weights are given
 
@@ -117,8 +119,6 @@ class VllmInProcess:
 
     def close(self) -> None:
         self._update = None  # it knows tensors of the engine
-        if self.sleeps:
-            free_while_asleep()
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
@@ -158,9 +158,9 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def preserve_compile_settings() -> Iterator[None]:
-    """When it is imported, vLLM makes torch compile with a single thread and ask NVML for GPUs, and when it starts, keep
-    kernels in a folder of the engine's own, by variables that it leaves behind: the trainer's kernels would be compiled
-    one after the other, and once more for each engine. This restores what was set."""
+    """vLLM leaves variables behind: when it is imported, for torch to compile with a single thread and to ask NVML for
+    GPUs; when it starts, for a folder of compiled kernels that is the engine's own. The trainer's kernels would be
+    compiled one after the other, and again for each engine. This restores what was set."""
     before = {name: os.environ.get(name) for name in TORCH_SETTINGS}
     try:
         yield

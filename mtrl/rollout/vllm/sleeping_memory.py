@@ -1,20 +1,20 @@
-"""Memory of a vLLM engine that is closed while it sleeps."""
+"""Memory of a vLLM engine that sleeps when it is closed."""
 
 from __future__ import annotations
 
 
-def free_while_asleep() -> None:
-    """Maps memory that sleeps for the moment in which it is freed; call it before an engine is closed.
+def map_before_freeing() -> None:
+    """Lets sleeping memory be freed; call it once an engine with `enable_sleep_mode` has started.
 
-    Why: vLLM (0.32) unmaps memory when the engine falls asleep, and once more when it is freed: "CUDA Error: invalid
-    argument at cumem_allocator.cpp", for the driver refuses to unmap what is not mapped. Waking the engine before would
-    need room for all of it. Unnecessary once vLLM itself skips what sleeps, as it does on ROCm.
+    Why: vLLM (0.32) unmaps memory when the engine falls asleep, and once more when it is freed, which the driver
+    refuses ("CUDA Error: invalid argument at cumem_allocator.cpp"). Runs close an engine that sleeps. To wake it first
+    would need room for all of its memory; here one allocation after the other is mapped, just before it is freed.
+    Unnecessary once vLLM leaves out what is unmapped already, as it does on ROCm.
     """
     from vllm.device_allocator import cumem
 
     allocator = cumem.CuMemAllocator.instance
-    if allocator is None:
-        return
+    assert allocator is not None, "made by the first engine that may sleep"
     free = cumem.CuMemAllocator._python_free_callback
 
     def map_and_free(address: int) -> cumem.HandleType:
@@ -24,5 +24,5 @@ def free_while_asleep() -> None:
             data.is_asleep = False
         return free(allocator, address)
 
-    allocator.python_free_callback = map_and_free  # the extension itself holds no reference
+    allocator.python_free_callback = map_and_free  # for later pools; and the extension itself holds no reference
     cumem.init_module(allocator.python_malloc_callback, map_and_free)
