@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_models import checkpoint, get_encoder, plain_model, plain_model_at, prompts_for
 from torch import nn
-from vllm_engines import INSTALLED, arguments
+from vllm_engines import INSTALLED, ON_GPU, arguments
 
 from mtrl.models.state_dicts import exported_weights, weight_forms
 from mtrl.rollout.vllm import direct_weights
@@ -54,8 +54,11 @@ def untied(family, folder):
 
 @pytest.fixture(scope="module", params=MODELS, ids=lambda each: f"{each[0]}-{'tied' if each[1] else 'untied'}")
 def case(request, unpacked, tmp_path_factory):
-    """The engine, its family and checkpoint."""
-    family, tied = request.param
+    yield from make_case(*request.param, tmp_path_factory)
+
+
+def make_case(family, tied, tmp_path_factory):
+    """An engine, its family and checkpoint."""
     folder = checkpoint(family) if tied else untied(family, tmp_path_factory.mktemp("untied"))
     settings, images = arguments(family)
     host = VllmInProcess(settings | {"model": str(folder)}, images)
@@ -84,11 +87,12 @@ def is_direct(host):
     return isinstance(host._update.__self__, DirectWeights)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"] if ON_GPU else ["cpu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_the_bits_are_those_of_the_loader(case, dtype):
+def test_the_bits_are_those_of_the_loader(case, dtype, device):
     host, family, folder = case
     for seed in (1, 2):
-        weights = {name: tensor.to(dtype) for name, tensor in changed(family, folder, seed).items()}
+        weights = {name: tensor.to(device, dtype) for name, tensor in changed(family, folder, seed).items()}
         host.load(str(seed), weights)
         assert is_direct(host)
         direct = parameters(host)
@@ -171,6 +175,8 @@ def noticed(caplog):
 
 def test_packed_weights_go_through_the_loader(unpacked, monkeypatch, noticed):
     """As the CPU build packs them; it is said once, with the first such weight."""
+    if ON_GPU:
+        pytest.skip("nothing is packed there")
     unpacked(monkeypatch)
     host = VllmInProcess(*arguments("qwen2_5_vl"))
     engine = VllmGenerator(host, get_encoder("qwen2_5_vl"), exported_weights(plain_model("qwen2_5_vl")).keys())
@@ -258,6 +264,16 @@ def test_places_of_a_model(no_settings):
     direct.update({name: tensor.t().contiguous().t() for name, tensor in WEIGHTS.items()})  # other strides
     load(same, WEIGHTS.items())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), same.parameters(), strict=True))
+
+
+def test_what_is_written_twice_holds_what_came_last(no_settings):
+    """As tied weights in a loader that does not know of them."""
+    first, last = torch.randn(3), torch.randn(3)
+    model = TinyModel(torch.Tensor.copy_)
+    model.load_weights = lambda weights: TinyModel.load_weights(model, ((n.split(".")[-1], w) for n, w in weights))
+    given = WEIGHTS | {"scale": first, "twin.scale": last}
+    learn_places(as_worker(model), weight_forms(given)).update(given)
+    assert torch.equal(model.scale, last)
 
 
 @pytest.mark.parametrize(
