@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mtrl.models.state_dicts import Form
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+Storage = tuple[int, int]  # its address, and the bytes of an element, by which a Place counts
 HELPERS = ("impl", "quant_method")  # objects of a layer that are no modules and may hold tensors
 COPY, FILL = torch.ops.aten.copy_.default, (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
@@ -101,7 +102,8 @@ def record_places(worker: Any, forms: Mapping[str, Form]) -> dict[str, list[tupl
         except Exception as error:  # of any kind: the loader meets a parameter in another layout than at the start
             raise Unexplained(f"{recorder.name} cannot be loaded in place: {error or type(error).__name__}") from error
     for name, parameter in model.named_parameters():
-        written = torch.zeros(parameter.untyped_storage().nbytes() // parameter.element_size(), dtype=torch.bool)
+        elements = parameter.untyped_storage().nbytes() // parameter.element_size()
+        written = torch.zeros(elements, dtype=torch.bool, device=parameter.device)
         for place in recorder.written[storage(parameter)]:
             place.of(written).fill_(True)
         if not Place.where(parameter).of(written).all():
@@ -118,9 +120,10 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.written: dict[int, list[Place]] = {storage(each): [] for each in [*model.parameters(), *model.buffers()]}
+        held = (*model.parameters(), *model.buffers())
+        self.written: dict[Storage, list[Place]] = {storage(each): [] for each in held}
         # By storage and place: what is written twice holds what came last.
-        self.copies: dict[tuple[int, Place], tuple[str, Place, Tensor]] = {}
+        self.copies: dict[tuple[Storage, Place], tuple[str, Place, Tensor]] = {}
         self.name, self.stand_in = "the first weight", torch.empty(0)
 
     def stand_ins(self, forms: Mapping[str, Form], device: torch.device) -> Iterator[tuple[str, Tensor]]:
@@ -162,11 +165,12 @@ def random_weights(forms: Mapping[str, Form], device: torch.device) -> Iterator[
         yield name, torch.randn(shape, generator=dice, device=device, dtype=torch.float32).to(dtype)
 
 
-def fingerprints(model: nn.Module, left_out: set[int]) -> dict[str, int]:
+def fingerprints(model: nn.Module, left_out: set[Storage]) -> dict[str, int]:
     """A sum over the bits of every other tensor that a layer holds, by name."""
     found: dict[str, int] = {}
     for path, module in model.named_modules():
-        holders = [vars(module), module._buffers, *(vars(getattr(module, name, None) or type) for name in HELPERS)]
+        owners = [module, *(getattr(module, name, None) for name in HELPERS)]
+        holders = [module._buffers, *(getattr(owner, "__dict__", {}) for owner in owners)]
         for name, held in [(name, held) for holder in holders for name, held in holder.items()]:
             if isinstance(held, Tensor) and not held.is_meta and storage(held) not in left_out:
                 found[f"{path}.{name}"] = int(bits(held).sum(dtype=torch.int64))
@@ -177,5 +181,5 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.detach().view(BITS[tensor.element_size()])
 
 
-def storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def storage(tensor: Tensor) -> Storage:
+    return int(tensor.untyped_storage()._cdata), tensor.element_size()
