@@ -36,6 +36,8 @@ from mtrl.types import Weights
 
 INSTALLED = find_spec("vllm") is not None
 MAX_LENGTH = 512
+ON_GPU = torch.cuda.is_available()
+QUICK_ON_GPU = {"enforce_eager": True, "enable_sleep_mode": False}  # no graphs; usable without `resident`
 RECURRENT = [family for family in TINY_FAMILIES if family.startswith("qwen3_5")]  # in bfloat16 alone on a CPU
 _in_process: dict[str, VllmInProcess] = {}
 _tensor_parallel: dict[str, TensorParallelEngine] = {}
@@ -46,11 +48,12 @@ _changed: set[Host] = set()  # engines whose weights may differ from the checkpo
 def arguments(family: str, parts: int = 1, **extra: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
     images = get_encoder(family).image_settings
     split = {"tensor_parallel_size": parts, "among_ranks": parts > 1}
-    small = {"kv_cache_memory_bytes": 2**26, **extra}
+    small = {"kv_cache_memory_bytes": 2**26, **(QUICK_ON_GPU if ON_GPU else {}), **extra}
+    device = {"on_gpu": ON_GPU, "gpu_memory_utilization": 0.1}
     recurrent = family in RECURRENT
     kind = {"dtype": "bfloat16" if recurrent else "float32", "recurrent": recurrent}
     return (
-        make_llm_arguments(str(checkpoint(family)), max_length=MAX_LENGTH, extra=small, **kind, **split),
+        make_llm_arguments(str(checkpoint(family)), max_length=MAX_LENGTH, extra=small, **kind, **split, **device),
         None if images is None else images.processor_arguments(),
     )
 

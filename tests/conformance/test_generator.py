@@ -128,8 +128,8 @@ def same_rows(actual, rows, expected):
         assert actual.text[row] == expected.text[other] and actual.finish_reason[row] == expected.finish_reason[other]
 
 
-def close(actual, expected, atol=TOLERANCE):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
+def close(actual, expected, atol=None):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE if atol is None else atol)
 
 
 def differ(a, b):

@@ -20,8 +20,7 @@ from mtrl.rollout.local import LocalGenerator
 from mtrl.rollout.vllm import settings
 from mtrl.rollout.vllm import weight_files as handover
 from mtrl.rollout.vllm.inprocess import (
-    COMPILE_THREADS,
-    NVML_CHECK,
+    TORCH_SETTINGS,
     VllmInProcess,
     first_line,
     preserve_compile_settings,
@@ -209,18 +208,20 @@ def test_auto_reports_that_it_is_local_and_when_vllm_would_be_faster(known, capf
 
 
 @pytest.mark.parametrize("own", [None, "3"])
-def test_the_trainer_compiles_with_as_many_threads_as_before(own, monkeypatch):
-    """What vLLM 0.32 does when it is imported, before and after torch has read the variable."""
+def test_the_trainer_compiles_as_before(own, monkeypatch):
+    """With as many threads and into the same folder. What vLLM 0.32 does when it is imported and when it starts, before
+    and after torch has read the variables."""
     from torch._inductor import config
 
-    monkeypatch.delenv(NVML_CHECK, raising=False)
-    if own is None:
-        monkeypatch.delenv(COMPILE_THREADS, raising=False)
-    else:
-        monkeypatch.setenv(COMPILE_THREADS, own)
+    for name in TORCH_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "ours")
+    if own is not None:
+        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", own)
+    before = {name: os.environ.get(name) for name in TORCH_SETTINGS}
     with config.patch(compile_threads=config.compile_threads):  # restored after the test
         with preserve_compile_settings():
-            os.environ |= {COMPILE_THREADS: "1", NVML_CHECK: "1"}
+            os.environ |= dict.fromkeys(TORCH_SETTINGS, "1")
             config.compile_threads = 1
-        assert os.environ.get(COMPILE_THREADS) == own and NVML_CHECK not in os.environ
+        assert {name: os.environ.get(name) for name in TORCH_SETTINGS} == before
         assert config.compile_threads == (config.decide_compile_threads() if own is None else 3)

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mtrl.models.state_dicts import weight_forms
 from mtrl.protocols import Clip
+from mtrl.rollout.vllm.direct_weights import DirectWeights, Unexplained, learn_places
 from mtrl.rollout.vllm.requests import Request, Response
 from mtrl.rollout.vllm.settings import prepare_environment
+from mtrl.rollout.vllm.sleeping_memory import map_before_freeing
 from mtrl.utils.errors import RunError, StartError
 
-COMPILE_THREADS, NVML_CHECK = "TORCHINDUCTOR_COMPILE_THREADS", "PYTORCH_NVML_BASED_CUDA_CHECK"
+logger = logging.getLogger(__name__)
+TORCH_SETTINGS = (
+    "TORCHINDUCTOR_COMPILE_THREADS", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR",
+)  # fmt: skip
 
 
 class VllmInProcess:
@@ -34,7 +41,10 @@ class VllmInProcess:
                 self.llm = LLM(**arguments)
             except Exception as error:
                 raise StartError(f"vLLM does not start: {first_line(error)}") from error
+        if self.sleeps and torch.cuda.is_available():
+            map_before_freeing()
         self.max_length: int = self.llm.llm_engine.model_config.max_model_len
+        self._update: Callable[[Mapping[str, Tensor]], None] | None = None  # chosen when the first weights are given
 
     def generate(self, requests: Sequence[Request], params: Mapping[str, Any]) -> list[list[Response]]:
         from vllm import SamplingParams
@@ -67,13 +77,29 @@ class VllmInProcess:
 
     @torch.no_grad()
     def load(self, label: str, tensors: Mapping[str, Tensor]) -> None:
-        """By the engine's own loader, which maps the names of a Hugging Face checkpoint."""
+        """Copies them straight to their places, where these are known, else by the engine's own loader."""
         try:
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
+            if self._update is None:
+                self._update = self._choose_update(tensors)
+            self._update(tensors)
             self._reset_caches()
             self.llm.update_weight_version(label)
         except Exception as error:
             raise RunError(f"vLLM did not accept the new weights: {first_line(error)}") from error
+
+    def _choose_update(self, tensors: Mapping[str, Tensor]) -> Callable[[Mapping[str, Tensor]], None]:
+        try:
+            direct: DirectWeights = self.llm.collective_rpc(learn_places, args=(weight_forms(tensors),))[0]
+        except Unexplained as reason:
+            expected = not torch.cuda.is_available()  # the CPU build packs weights for its kernels
+            message = "new weights go through vLLM's loader, which takes longer than copying them: %s"
+            logger.log(logging.INFO if expected else logging.WARNING, message, reason)
+            return self._reload
+        return direct.update
+
+    def _reload(self, tensors: Mapping[str, Tensor]) -> None:
+        """By the engine's own loader, which maps the names of a Hugging Face checkpoint."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
 
     def _reset_caches(self) -> None:
         """Drops everything that was computed with the old weights: keys and values, images, vision features."""
@@ -92,6 +118,7 @@ class VllmInProcess:
             self.llm.sleep(level=1)
 
     def close(self) -> None:
+        self._update = None  # it knows tensors of the engine
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
@@ -131,9 +158,10 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def preserve_compile_settings() -> Iterator[None]:
-    """When it is imported, vLLM makes torch compile with a single thread and ask NVML for GPUs, by variables that it
-    leaves behind; the trainer's kernels would be compiled one after the other. This restores what was set."""
-    before = {name: os.environ.get(name) for name in (COMPILE_THREADS, NVML_CHECK)}
+    """vLLM leaves variables behind: when it is imported, for torch to compile with a single thread and to ask NVML for
+    GPUs; when it starts, for a folder of compiled kernels that is the engine's own. The trainer's kernels would be
+    compiled one after the other, and again for each engine. This restores what was set."""
+    before = {name: os.environ.get(name) for name in TORCH_SETTINGS}
     try:
         yield
     finally:
