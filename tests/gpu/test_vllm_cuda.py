@@ -67,14 +67,14 @@ def report(**numbers):
 
 
 # --------------------------------------------------------------------------------------- the suites of engines, on CUDA
-def tests_of(module, *fixtures):
+def pick_tests(module, *fixtures):
     """Its tests that take one of these fixtures; here they find this module's."""
     tests = {name: test for name, test in vars(module).items() if name.startswith("test_")}
     return {name: test for name, test in tests.items() if {*fixtures} & {*inspect.signature(test).parameters}}
 
 
-globals().update(tests_of(suite, "engine", "fresh_engine"))
-globals().update(tests_of(direct, "case"))
+globals().update(pick_tests(suite, "engine", "fresh_engine"))
+globals().update(pick_tests(direct, "case"))
 
 
 @pytest.fixture(params=[FAMILY, "qwen3_vl", "qwen2"])
