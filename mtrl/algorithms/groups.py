@@ -41,6 +41,15 @@ def row_mean(x: Tensor, mask: Tensor) -> Tensor:
     return x.double().where(mask, 0.0).sum(1) / mask.sum(1).clamp(min=1)
 
 
+def row_min_max(x: Tensor, mask: Tensor, added: float = 0.0, least: float = 0.0) -> Tensor:
+    """x [N, T] scaled to 0 .. 1 by the lowest and the highest value of each row, float64; 0 off the mask. A number may
+    be `added` to the range, or it is at `least` so large."""
+    x = x.double()
+    low = x.where(mask, torch.inf).amin(1, keepdim=True)
+    spread = x.where(mask, -torch.inf).amax(1, keepdim=True) - low
+    return ((x - low) / (spread + added).clamp(min=least)).where(mask, 0.0)
+
+
 def masked_mean(x: Tensor, mask: Tensor) -> float:
     """Mean of x [N, T] over all masked tokens; 0 if there are none."""
     return float(x.double()[mask].mean()) if mask.any() else 0.0

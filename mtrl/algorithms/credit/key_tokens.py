@@ -1,12 +1,12 @@
-"""A bonus for key tokens, after KTAE (arXiv 2505.16826): token ids that are in the good responses of a group and not
-in the bad ones.
+"""A bonus for key tokens: token ids that are in the good responses of a group and not in the bad ones. (`ktae` is the
+published rule of this kind.)
 
 Among the responses to one prompt, a and b count the good and the bad ones with the id, c and d those without it:
 
     phi = (a d - b c) / sqrt((a + b)(c + d)(a + c)(b + d))      b_t = strength * phi of token t
 
-phi is the correlation between having the id and being good, from -1 to 1. (KTAE uses Fisher's test and the information
-gain of the same table.) It is 0 for an id that all responses have, and if all responses are good or all are bad.
+phi is the correlation between having the id and being good, from -1 to 1. It is 0 for an id that all responses have,
+and if all responses are good or all are bad.
 """
 
 from __future__ import annotations

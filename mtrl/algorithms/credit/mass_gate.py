@@ -1,5 +1,5 @@
-"""Weights by visual dependency with a gate, after PGPO (arXiv 2604.01840): tokens that hardly depend on the image get
-no weight, and the others share theirs.
+"""Weights by visual dependency with a gate: tokens that hardly depend on the image get no weight, and the others share
+theirs. (`pgpo` is the published rule of this kind.)
 
     g_t = S_t where S_t >= threshold * mean S, else 0      v_t = 1 - strength + strength * n * g_t / sum of g
 

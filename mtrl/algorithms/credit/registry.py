@@ -9,13 +9,16 @@ from mtrl.algorithms.credit.entropy_change import EntropyChange
 from mtrl.algorithms.credit.entropy_filter import EntropyFilter
 from mtrl.algorithms.credit.hidden_similarity import HiddenSimilarity
 from mtrl.algorithms.credit.key_tokens import KeyTokens
+from mtrl.algorithms.credit.ktae import Ktae
 from mtrl.algorithms.credit.mass_gate import MassGate
 from mtrl.algorithms.credit.oracle import Oracle
 from mtrl.algorithms.credit.perception_bonus import PerceptionBonus
 from mtrl.algorithms.credit.perception_filter import PerceptionFilter
+from mtrl.algorithms.credit.pgpo import Pgpo
 from mtrl.algorithms.credit.rule import Bonus, Filter, Rule, Weight
 from mtrl.algorithms.credit.shuffled import Shuffled, shuffled
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
+from mtrl.algorithms.credit.vepo import Vepo
 from mtrl.algorithms.credit.vision_entropy import VisionEntropy, VisionEntropyWeights
 from mtrl.utils.plugin_registry import Registry, Spec, spec_name
 from mtrl.utils.plugins import PluginError
@@ -26,6 +29,9 @@ RULES: dict[str, type[Rule]] = {
     "trajectory_scaling": TrajectoryScaling,
     "attention_weights": AttentionWeights,
     "entropy_change": EntropyChange,
+    "pgpo": Pgpo,
+    "vepo": Vepo,
+    "ktae": Ktae,
     "mass_gate": MassGate,
     "vision_entropy": VisionEntropy,
     "vision_entropy_weights": VisionEntropyWeights,

@@ -1,5 +1,5 @@
-"""Visual dependency times entropy, after VEPO (arXiv 2606.03937): a token counts if it depends on the image and the
-model was uncertain.
+"""Visual dependency times entropy: a token counts if it depends on the image and the model was uncertain. (`vepo` is
+the published rule of this kind.)
 
     s_t = (S_t / max S) * (H_t / max H)      maxima over the response
 

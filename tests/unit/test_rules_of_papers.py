@@ -1,0 +1,233 @@
+"""Rules that carry the name of a paper, against formulas written down again in numpy and exact fractions: by hand, and
+on hostile cases (ties, constants, extreme log-probs, empty rows, groups of one, texts)."""
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from helpers import close, fake_experience, fake_rollouts, padded, same
+
+from mtrl.algorithms.credit import assign
+from mtrl.algorithms.credit.ktae import Ktae
+from mtrl.algorithms.credit.pgpo import Pgpo
+from mtrl.algorithms.credit.registry import make_rule
+from mtrl.algorithms.credit.rule import apply_rule
+from mtrl.algorithms.credit.vepo import Vepo
+from mtrl.types import Needs, Rewards, Signals
+
+KEY = (3, 7)
+CASES = range(300)
+
+
+def make_experience(lengths, visual=None, rewards=None, tokens=None, group=None, **signals):
+    extra = {name.replace("_at_", "@"): values for name, values in signals.items() if "_at_" in name}
+    extra = {name.replace("noised2", "noised(2)"): values for name, values in extra.items()}
+    known = {name: values for name, values in signals.items() if "_at_" not in name}
+    rollouts = fake_rollouts(lengths, group=group or range(len(lengths)), visual=visual or [True] * len(lengths))
+    if tokens is not None:
+        rollouts = replace(rollouts, tokens=tokens)
+    count = len(lengths)
+    scores = Rewards(torch.tensor(rewards or [0.0] * count), {}, torch.zeros(count, dtype=torch.bool))
+    return fake_experience(rollouts, Signals(**known, extra=extra), rewards=scores)
+
+
+def draw_rows(dice, values):
+    """Lengths, which rows have an image, and `values` tensors: among them constants, ties and extremes."""
+    lengths = dice.integers(0, 9, size=dice.integers(1, 6)).tolist()
+    lengths[0] = max(lengths[0], 1)
+    visual = (dice.random(len(lengths)) < 0.8).tolist()
+    kinds = {
+        "smooth": lambda size: dice.gamma(0.5, 1.0, size),
+        "constant": lambda size: np.full(size, dice.choice([0.0, 1e-9, 0.7])),
+        "ties": lambda size: dice.integers(0, 3, size).astype(float),
+        "tiny": lambda size: 1e-7 * dice.random(size),
+        "extreme": lambda size: dice.choice([0.0, 1e-30, 3.0, 60.0], size),
+    }
+    shape = (len(lengths), max(lengths))
+    rows = [np.stack([kinds[dice.choice([*kinds])](shape[1]) for _ in lengths]) for _ in range(values)]
+    return lengths, visual, rows
+
+
+def min_max(values, added=0.0, least=0.0):
+    return (values - values.min()) / max(values.max() - values.min() + added, least)
+
+
+# ---------------------------------------------------------------------------------------------------------------- PGPO
+def pgpo_by_definition(x, tau=0.4, beta=2.0, eps=1e-8):
+    x = np.clip(x, -20, 20)
+    level = min_max(np.log1p(np.expm1(x) - x), added=eps)
+    weights = [i / (tau + eps) if i < tau else 1 + beta * (i - tau) / (1 - tau + eps) for i in level]
+    return np.array(weights) * len(x) / sum(weights) if sum(weights) > 0 else np.ones(len(x))
+
+
+def test_pgpo_by_hand():
+    # k3 of x = 0 and -log 2 and -2 log 2: 0, 1/2 - 1 + log 2 = .1931, 1/4 - 1 + 2 log 2 = .6363; u = 0, .1766, .4924;
+    # I = 0, .3586, 1: below .4 it is .3586 / .4 = .8966, at 1 it is 1 + 2 = 3. Of three tokens: 0, .6903, 2.3097.
+    half = math.log(2)
+    experience = make_experience([3], old_logprobs=padded([[-1.0, -1, -1]]),
+                                 logprobs_at_none=padded([[-1.0, -1 - half, -1 - 2 * half]]))  # fmt: skip
+    close(Pgpo().apply(experience, KEY), [[0, 0.69030, 2.30970]], atol=1e-4)
+    assert Pgpo().apply(experience, KEY).sum() == pytest.approx(3)
+    assert Pgpo.needs == Needs("old_logprobs", "logprobs@none")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pgpo_by_definition(case):
+    dice = np.random.default_rng(case)
+    lengths, visual, (old, change) = draw_rows(dice, 2)
+    old, other = -old, -old - change * dice.choice([-1, 1], change.shape)
+    experience = make_experience(lengths, visual, old_logprobs=torch.tensor(old).float(),
+                                 logprobs_at_none=torch.tensor(other).float())  # fmt: skip
+    found = apply_rule(Pgpo(), experience, KEY)
+    x = (torch.tensor(other).float() - torch.tensor(old).float()).double().numpy()
+    for row, length in enumerate(lengths):
+        expected = pgpo_by_definition(x[row, :length]) if visual[row] and length else np.ones(length)
+        np.testing.assert_allclose(found[row, :length], expected, rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------------- VEPO
+def vepo_by_definition(jsd, change, entropy, top_p, a=0.7):
+    j, d, h = (np.clip(min_max(each, least=1e-8), 0, 1) for each in (jsd, change, entropy))
+    score = (1 - (1 - j) ** a * (1 - d) ** (1 - a)) * h
+    count = max(1, math.ceil(Fraction(str(top_p)) * len(score)))
+    kept = np.zeros(len(score))
+    kept[sorted(range(len(score)), key=lambda t: (-score[t], t))[:count]] = 1
+    return kept
+
+
+def test_vepo_by_hand():
+    # j, d, h = (0, .5, 1), (1, 0, 0), (1, .5, 0): scores 1 * 1, (1 - .5^.7) * .5, 0. One of three counts, or two.
+    signals = {"jsd_at_noised2": padded([[0.0, 0.1, 0.2]]), "entropy_at_noised2": padded([[3.0, 1, 0.5]]),
+               "entropy": padded([[1.0, 0.75, 0.5]])}  # fmt: skip
+    signals["entropy_at_noised2"][0, 1] = 0.75
+    experience = make_experience([3], **signals)
+    same(Vepo().apply(experience, KEY), padded([[1.0, 0, 0]]))
+    same(Vepo(top_p=0.5).apply(experience, KEY), padded([[1.0, 1, 0]]))
+    assert Vepo(noise=6.9).needs == Needs("entropy", "jsd@noised(6.9)", "entropy@noised(6.9)")
+
+
+def test_vepo_divides_by_the_tokens_that_count():
+    experience = make_experience([4, 2], visual=[True, False], entropy=torch.rand(2, 4),
+                                 jsd_at_noised2=torch.rand(2, 4), entropy_at_noised2=torch.rand(2, 4))  # fmt: skip
+    credit = assign([Vepo()], replace(experience, advantage=torch.full((2, 4), 2.0)), KEY)
+    assert credit.token_weight.sum(1).tolist() == [1, 2], "one of four tokens, and both of the text"
+    close(credit.advantage[experience.rollouts.mask], [2.0] * 6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_vepo_by_definition(case):
+    dice = np.random.default_rng(case)
+    lengths, visual, (jsd, noised, entropy) = draw_rows(dice, 3)
+    jsd, noised, entropy = (each.astype(np.float32) for each in (np.minimum(jsd, 0.69), noised, entropy))
+    top_p, a = float(dice.choice([0.05, 0.2, 0.3, 1.0])), float(dice.choice([0.3, 0.7]))
+    experience = make_experience(lengths, visual, entropy=torch.tensor(entropy), jsd_at_noised2=torch.tensor(jsd),
+                                 entropy_at_noised2=torch.tensor(noised))  # fmt: skip
+    found = apply_rule(Vepo(top_p=top_p, a=a), experience, KEY)
+    change = np.abs(noised - entropy)
+    for row, length in enumerate(lengths):
+        part = (row, slice(length))
+        if visual[row] and length:
+            views = (each[part].astype(float) for each in (jsd, change, entropy))
+            np.testing.assert_array_equal(found[part], vepo_by_definition(*views, top_p, a))
+        else:
+            assert (found[part] == 1).all()
+
+
+# ---------------------------------------------------------------------------------------------------------------- KTAE
+def fisher_by_definition(a, b, c, d):
+    def likely(k):
+        return Fraction(math.comb(a + c, k) * math.comb(b + d, a + b - k), math.comb(a + b + c + d, a + b))
+
+    p = sum(likely(k) for k in range(a + b + 1) if k <= a + c and a + b - k <= b + d and likely(k) <= likely(a))
+    return 0.0 if p == 1 else math.exp(-2 * float(p))
+
+
+def bits_of(*counts):
+    shares = [count / sum(counts) for count in counts if count]
+    return -sum(share * math.log2(share) for share in shares)
+
+
+def ktae_by_definition(right, wrong, alpha=1.0, beta=1.0):
+    """The bonus by id, from lists of responses."""
+    found = {}
+    length = {True: sum(map(len, right)), False: sum(map(len, wrong))}
+    for token in {token for response in right + wrong for token in response}:
+        a, b = (sum(token in response for response in each) for each in (right, wrong))
+        c, d = len(right) - a, len(wrong) - b
+        n = a + b + c + d
+        gain = bits_of(len(right), len(wrong)) - (a + b) / n * bits_of(a, b)
+        gain -= (c + d) / n * bits_of(c, d) if c + d else 0
+        h = math.asin(math.sqrt(a / len(right))) - math.asin(math.sqrt(b / len(wrong)))
+        tf = {}
+        for side, responses in ((True, right), (False, wrong)):
+            f = sum(response.count(token) for response in responses) / length[side]
+            tf[side] = f * 3 / (f + 2 * (0.5 + 0.5 * length[side] / (sum(length.values()) / 2)))
+        x = h + tf[True] / (tf[False] + 1e-5) - tf[False] / (tf[True] + 1e-5)
+        k = (alpha * fisher_by_definition(a, b, c, d) + beta * gain) * x / (alpha + beta)
+        found[token] = 2 * (1 / (1 + math.exp(-max(-700, min(700, k)))) - 0.5)
+    return found
+
+
+def test_ktae_by_hand():
+    # The id 7 is in both right responses and in neither wrong one: p = 1/6 + 1/6, F = exp(-2/3), IG = 1, h = pi/2.
+    tokens = torch.tensor([[7, 1], [7, 2], [1, 3], [4, 2]])
+    found = Ktae().apply(make_experience([2] * 4, [True], [1.0, 1, 0, -1], tokens, group=[0] * 4), KEY)
+    f = 2 / 4
+    tf = f * 3 / (f + 2)
+    k = (math.exp(-2 / 3) + 1) * (math.pi / 2 + tf / 1e-5) / 2
+    assert found[0, 0] == pytest.approx(2 / (1 + math.exp(-min(k, 700))) - 1)
+    # 1 and 2 are in one response of each kind: no association at all.
+    close(found[:2, 1], [0, 0])
+    assert found[2, 1] < 0 and found[3, 0] < 0
+    close(Ktae(strength=0.5).apply(make_experience([2] * 4, [True], [1.0, 1, 0, -1], tokens, group=[0] * 4), KEY),
+          found / 2)  # fmt: skip
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 2, 3], [0.0, -1, 0]])
+def test_ktae_compares_right_with_wrong(rewards):
+    tokens = torch.tensor([[7, 1], [7, 2], [3, 4]])
+    found = Ktae().apply(make_experience([2] * 3, [False], rewards, tokens, group=[0] * 3), KEY)
+    assert not found.any(), "all are right, or all are wrong"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ktae_by_definition(case):
+    dice = np.random.default_rng(case)
+    lengths = dice.integers(0, 9, size=dice.integers(1, 12)).tolist()
+    lengths[0] = max(lengths[0], 1)
+    groups = np.sort(dice.integers(0, 2, len(lengths)))
+    groups -= groups.min()
+    tokens = dice.integers(1, dice.choice([2, 4, 30]), (len(lengths), max(lengths)))
+    rewards = dice.choice([-1.0, 0.0, 0.1, 1.0], len(lengths))
+    alpha, beta = (float(dice.choice([0.0, 1.0, 3.0])), 1.0)
+    experience = make_experience(lengths, [True] * (groups.max() + 1), rewards.tolist(), torch.tensor(tokens),
+                                 groups.tolist())  # fmt: skip
+    found = apply_rule(Ktae(alpha=alpha, beta=beta), experience, KEY)
+    responses = [tokens[row, :length].tolist() for row, length in enumerate(lengths)]
+    for group in set(groups.tolist()):
+        rows = [row for row in range(len(lengths)) if groups[row] == group]
+        sides = [[responses[row] for row in rows if (rewards[row] > 0) == right] for right in (True, False)]
+        by_id = ktae_by_definition(*sides, alpha, beta) if all(map(any, sides)) else {}
+        for row in rows:
+            expected = [by_id.get(token, 0.0) for token in responses[row]]
+            np.testing.assert_allclose(found[row, : lengths[row]], expected, rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------- all of them
+@pytest.mark.parametrize("name, arguments", [
+    ("pgpo", {"tau": 0.4, "beta": 2.0}), ("vepo", {"top_p": 0.2, "a": 0.7, "noise": 2.0}),
+    ("ktae", {"alpha": 1.0, "beta": 1.0, "strength": 1.0}),
+])  # fmt: skip
+def test_they_have_names_and_published_defaults(name, arguments):
+    assert vars(make_rule(name)) == arguments
+
+
+def test_their_signals_can_be_shuffled():
+    rule = make_rule({"name": "shuffled", "rule": "pgpo"})
+    experience = make_experience([6, 6], old_logprobs=torch.zeros(2, 6), logprobs_at_none=-torch.rand(2, 6))
+    plain, found = Pgpo().apply(experience, KEY), rule.apply(experience, KEY)
+    assert not torch.equal(found, plain)
+    close(found.sort(1).values, plain.sort(1).values)
