@@ -160,7 +160,8 @@ def test_a_file_that_cannot_be_run(tmp_path):
 READ = {
     "attention_anchors": ["attention_mass"], "attention_weights": ["attention_mass"], "bottom": ["dependency"],
     "entropy_change": ["entropy_change"], "entropy_filter": ["entropy"], "hidden_similarity": ["similarity"],
-    "key_tokens": [], "mass_gate": ["dependency"], "oracle": [],
+    "key_tokens": [], "ktae": [], "pgpo": ["logprobs@none", "old_logprobs"],
+    "vepo": ["entropy", "entropy@noised(2)", "jsd@noised(2)"], "mass_gate": ["dependency"], "oracle": [],
     "perception_bonus": ["old_logprobs", "perturbed_logprobs"], "perception_filter": ["dependency"],
     "random_filter": [], "trajectory_scaling": ["dependency"], "vision_entropy": ["dependency", "entropy"],
     "vision_entropy_weights": ["dependency", "entropy"],

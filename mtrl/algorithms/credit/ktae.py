@@ -27,13 +27,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mtrl.algorithms.contingency import count_table, fisher_p_value, information_gain
 from mtrl.algorithms.credit.rule import Bonus, Key
 from mtrl.algorithms.groups import group_count
 from mtrl.types import Experience
 
 K1, K2 = 2.0, 0.5
 TF_FLOOR = 1e-5
-AS_LIKELY = 1 + 1e-9  # rounding of a probability
 
 
 @dataclass(frozen=True)
@@ -60,45 +60,13 @@ class Ktae(Bonus):
         ids, place = tokens[mask].unique(return_inverse=True)
         counts = torch.zeros(len(mask), len(ids), dtype=torch.float64)  # of each id in each response
         counts.index_put_((mask.nonzero()[:, 0], place), torch.ones(()).double(), accumulate=True)
-        table = count_responses(counts > 0, right)
-        weight = (self.alpha * fisher(*table) + self.beta * information_gain(*table)) / (self.alpha + self.beta)
+        table = count_table(counts > 0, right)
+        p = fisher_p_value(*table)
+        association = torch.exp(-2 * p).where(p < 1, 0.0)
+        weight = (self.alpha * association + self.beta * information_gain(*table)) / (self.alpha + self.beta)
         score = torch.zeros(mask.shape, dtype=torch.float64)
         score[mask] = (weight * tendency(counts, right, mask, *table))[place]
         return score
-
-
-def count_responses(has: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """a, b, c, d of each id, from [n, ids] and [n]."""
-    a, b = has[right].sum(0).double(), has[~right].sum(0).double()
-    return a, b, right.sum() - a, (~right).sum() - b
-
-
-def fisher(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
-    """F: the p-value sums the tables with these margins that are not more likely than the observed one."""
-    n = a + b + c + d
-    k = torch.arange(int(n.max()) + 1, dtype=torch.float64)[:, None]  # right responses with the id
-    possible = (k <= a + b) & (k <= a + c) & (k >= a + b + a + c - n)
-    total = log_choose(n, a + b)
-    log_p = (log_choose(a + c, k) + log_choose(b + d, a + b - k) - total).where(possible, -torch.inf)
-    observed = log_choose(a + c, a) + log_choose(b + d, b) - total
-    p = log_p.exp().where(log_p.exp() <= AS_LIKELY * observed.exp(), 0.0).sum(0)
-    return torch.exp(-2 * p).where(p < 1 / AS_LIKELY, 0.0)
-
-
-def log_choose(n: Tensor, k: Tensor) -> Tensor:
-    k = k.clamp(min=0).minimum(n)  # others are impossible, and left out
-    return torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
-
-
-def information_gain(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
-    n = a + b + c + d
-    return entropy(a + c, b + d) - (a + b) / n * entropy(a, b) - (c + d) / n * entropy(c, d)
-
-
-def entropy(first: Tensor, second: Tensor) -> Tensor:
-    """In bits, of a choice that was made so often for each side; 0 if never."""
-    shares = torch.stack([first, second]) / (first + second).clamp(min=1)
-    return torch.special.entr(shares).sum(0) / torch.log(torch.tensor(2.0, dtype=torch.float64))
 
 
 def tendency(counts: Tensor, right: Tensor, mask: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:

@@ -1,0 +1,46 @@
+"""Tables of counts with two rows and two columns: whether two properties go together. a counts what has both, b the first
+alone, c the second alone, d none; all are float64 tensors with an entry for each table."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+AS_LIKELY = 1 + 1e-9  # rounding of a probability
+
+
+def count_table(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """a, b, c, d of each column [K]: rows with a property, [N, K] bool, among those with another one, [N], and among the
+    others."""
+    a, b = first[second].sum(0).double(), first[~second].sum(0).double()
+    return a, b, second.sum() - a, (~second).sum() - b
+
+
+def fisher_p_value(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+    """Fisher's two-sided exact test: the probability of all tables with these margins that are not more likely than the
+    observed one. At most 1, and exactly 1 if these are all."""
+    n = a + b + c + d
+    k = torch.arange(int(n.max()) + 1, dtype=torch.float64)[:, None]  # in the place of a
+    possible = (k <= a + b) & (k <= a + c) & (k >= a + b + a + c - n)
+    total = log_choose(n, a + b)
+    likely = (log_choose(a + c, k) + log_choose(b + d, a + b - k) - total).exp().where(possible, 0.0)
+    observed = (log_choose(a + c, a) + log_choose(b + d, b) - total).exp()
+    p = likely.where(likely <= AS_LIKELY * observed, 0.0).sum(0)
+    return p.where(p < 1 / AS_LIKELY, 1.0)
+
+
+def log_choose(n: Tensor, k: Tensor) -> Tensor:
+    k = k.clamp(min=0).minimum(n)  # others are impossible, and left out
+    return torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
+
+
+def information_gain(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+    """How many bits the rows tell about the columns."""
+    n = a + b + c + d
+    return entropy(a + c, b + d) - (a + b) / n * entropy(a, b) - (c + d) / n * entropy(c, d)
+
+
+def entropy(first: Tensor, second: Tensor) -> Tensor:
+    """In bits, of a choice that was made so often for each side; 0 if never."""
+    shares = torch.stack([first, second]) / (first + second).clamp(min=1)
+    return torch.special.entr(shares).sum(0) / torch.log(torch.tensor(2.0, dtype=torch.float64))
