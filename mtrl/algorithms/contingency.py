@@ -1,5 +1,5 @@
-"""Tables of counts with two rows and two columns: whether two properties go together. a counts what has both, b the first
-alone, c the second alone, d none; all are float64 tensors with an entry for each table."""
+"""Tables of counts with two rows and two columns: whether two properties go together. a counts what has both, b what has
+the first alone, c the second alone, d none; all are float64 tensors with an entry for each table."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ AS_LIKELY = 1 + 1e-9  # rounding of a probability
 
 
 def count_table(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """a, b, c, d of each column [K]: rows with a property, [N, K] bool, among those with another one, [N], and among the
-    others."""
+    """a, b, c, d of each column [K]: the rows with a first property, [N, K] bool, and a second one, [N]."""
     a, b = first[second].sum(0).double(), first[~second].sum(0).double()
     return a, b, second.sum() - a, (~second).sum() - b
 
