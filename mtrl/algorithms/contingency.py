@@ -1,5 +1,5 @@
-"""Tables of counts with two rows and two columns: whether two properties go together. a counts what has both, b what has
-the first alone, c the second alone, d none; all are float64 tensors with an entry for each table."""
+"""Tables of counts with two rows and two columns: whether two properties go together. a counts what has both, b what
+has the first alone, c the second alone, d none; all are float64 tensors with an entry for each table."""
 
 from __future__ import annotations
 
