@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mtrl.algorithms.advantages import Estimator
     from mtrl.algorithms.credit import Bonus, Filter, Weight
+    from mtrl.algorithms.loss_terms import LossTerm
     from mtrl.algorithms.losses import PolicyLoss
     from mtrl.config import ConfigError
     from mtrl.protocols import Tracker as Callback
@@ -27,6 +28,7 @@ _SOURCES = {
     "Bonus": "mtrl.algorithms.credit:Bonus",
     "Estimator": "mtrl.algorithms.advantages:Estimator",
     "PolicyLoss": "mtrl.algorithms.losses:PolicyLoss",
+    "LossTerm": "mtrl.algorithms.loss_terms:LossTerm",
     "Engine": "mtrl.rollout.lifecycle:EngineLifecycle",
     "Needs": "mtrl.types:Needs",
     "Signal": "mtrl.types:Signal",
@@ -44,6 +46,7 @@ __all__ = [
     "Estimator",
     "Experience",
     "Filter",
+    "LossTerm",
     "Needs",
     "PolicyLoss",
     "RunError",

@@ -231,6 +231,10 @@ class Signals:
         assert not twice, f"two probes measured {', '.join(twice)}"
         return replace(self, **new, extra={**self.extra, **other.extra})
 
+    def by_name(self, name: str) -> Tensor | None:
+        """A signal of any kind; None if it was not measured."""
+        return getattr(self, name) if name in VIEWS else self.extra.get(name)
+
     @staticmethod
     def join(parts: Sequence[Signals]) -> Signals:
         """Concatenate the rows. A signal that one part lacks is missing in the result."""
@@ -401,6 +405,7 @@ class TrainBatch:
     ref_logprobs: Tensor | None = None  # [N, T]
     returns: Tensor | None = None  # [N, T] targets of the critic
     values: Tensor | None = None  # [N, T] its values before this step's updates
+    signals: Mapping[str, Tensor] = field(default_factory=dict)  # [N, T] by name: those that loss terms read
 
     def __len__(self) -> int:
         return len(self.rollouts)

@@ -43,7 +43,7 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS = re.findall(r"^mtrl train .*", PAGE.replace("\\\n", ""), re.MULTILINE)
 REPORTED = [  # a metric of each command
     "actor/my_mean_weight", "actor/brevity_bonus", "signal/margin", "reward/ten_lines", "reward/mean_entropy",
-    "actor/pg_loss", "actor/clipfrac_low", "reward/overall",
+    "actor/pg_loss", "actor/clipfrac_low", "actor/blind_loss", "reward/overall",
 ]  # fmt: skip
 
 
@@ -109,8 +109,8 @@ def test_every_example_is_quoted():
 
 def test_the_sections_in_their_order():
     assert re.findall(r"^## (.*)", PAGE, re.MULTILINE) == [
-        "A credit rule", "A signal", "A reward", "An advantage estimator", "A policy loss", "A logger", "An engine",
-        "A model family",
+        "A credit rule", "A signal", "A reward", "An advantage estimator", "A policy loss", "A loss term", "A logger",
+        "An engine", "A model family",
     ]  # fmt: skip
 
 

@@ -37,6 +37,7 @@ def assemble(plan: BatchPlan, loss: Loss, experience: Experience, key: tuple[int
         correction = mismatch_correction(
             signals.old_logprobs, rollouts.rollout_logprobs, rollouts.mask, loss.tis_clip, loss.tis_level
         )
+    streams = read_streams(loss, experience)
     silenced = rollouts.truncated if plan.mask_truncated_responses else torch.zeros(len(rollouts), dtype=torch.bool)
     for epoch in range(plan.ppo_epochs):
         for rows in optimizer_steps(rollouts.group, plan.global_batch_size, (*key, "minibatches", epoch)):
@@ -57,7 +58,18 @@ def assemble(plan: BatchPlan, loss: Loss, experience: Experience, key: tuple[int
                 ref_logprobs=None if signals.ref_logprobs is None else signals.ref_logprobs[rows],
                 returns=None if experience.returns is None else experience.returns[rows],
                 values=None if signals.values is None else signals.values[rows],
+                signals={name: values[rows] for name, values in streams.items()},
             )
+
+
+def read_streams(loss: Loss, experience: Experience) -> dict[str, Tensor]:
+    """What the loss terms read: their signals, and `visual` [N, 1], the responses that saw an image."""
+    streams = {"visual": experience.rollouts.visual[:, None]} if loss.terms else {}
+    for name in sorted({name for term in loss.terms for name in term.needs.names}):
+        values = experience.signals.by_name(name)
+        assert values is not None, f"the probe did not measure {name}, which a loss term needs"
+        streams[name] = values
+    return streams
 
 
 def optimizer_steps(group: Tensor, prompts_per_step: int, key: Sequence[int | str] = ()) -> list[Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mtrl.algorithms.divergence import Divergence, Penalty, divergence
 from mtrl.algorithms.groups import row_mean
+from mtrl.algorithms.loss_terms.term import LossTerm, compute_term
 from mtrl.algorithms.signals import LOG_RATIO_LIMIT
 from mtrl.types import LossWeights, TrainBatch
 from mtrl.utils.plugin_registry import Registry
@@ -113,6 +114,7 @@ class Loss:
     entropy_penalty_coef: float = 0.0
     tis_clip: float | None = None
     tis_level: Level = "token"
+    terms: tuple[LossTerm, ...] = ()
 
     @property
     def full_divergence(self) -> bool:
@@ -167,6 +169,10 @@ def total_loss(
         surprise = weighted_sum(weights.token, -logp)
         total = total + loss.entropy_penalty_coef * surprise
         metrics["entropy_penalty"] = surprise
+    for each in loss.terms:
+        value = weighted_sum(weights.token, compute_term(each, logp, batch.signals))
+        total = total + value
+        metrics[f"{each.name}_loss"] = value
     return total, {name: value.detach() for name, value in metrics.items()}
 
 

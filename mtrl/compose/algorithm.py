@@ -14,6 +14,7 @@ from mtrl.algorithms.credit.registry import REGISTRY, make_rule
 from mtrl.algorithms.credit.rule import DecodeTokens
 from mtrl.algorithms.divergence import Divergence
 from mtrl.algorithms.filtering import GroupFilter
+from mtrl.algorithms.loss_terms import LOSS_TERMS
 from mtrl.algorithms.losses import POLICY_LOSSES, Loss, PolicyLoss
 from mtrl.algorithms.replay import ReplayRule
 from mtrl.algorithms.value_loss import ValueLoss
@@ -63,7 +64,9 @@ def make_algorithm(
     optimization = config.optimization
     credit, divergence, estimator = make_credit_rules(config), make_divergence(config), make_estimator(config)
     rewards, signals = tuple(rewards), Needs(custom=make_signals(config))
-    readers = [*(rule.needs for rule in credit), *rewards, trackers, estimator.needs, signals]
+    terms = tuple(make_named(LOSS_TERMS, "optimization.loss_terms", each) for each in optimization.loss_terms)
+    readers = [*(rule.needs for rule in credit), *(term.needs for term in terms), *rewards, trackers]
+    readers += [estimator.needs, signals]
     if divergence is not None:
         readers.append(divergence.needs)
     if (replay := make_replay_rule(config)) is not None:
@@ -85,6 +88,7 @@ def make_algorithm(
             entropy_penalty_coef=optimization.entropy_penalty_coef if optimization.use_entropy_penalty else 0.0,
             tis_clip=optimization.tis_clip,
             tis_level=optimization.tis_level,
+            terms=terms,
         ),
         batches=make_batch_plan(config),
         val_freq=config.training.val_freq,

@@ -199,6 +199,9 @@ class OptimizationConfig:
     token_weight_smooth_sigma: float = key(0.0, "sigma of the smoothing, in tokens; 0: none", "[0, inf)")
     token_weight_last_k_layers: int | None = key(None, "last layers to use; null: segment `all`", "[1, inf)")
     token_weight_top_ratio: float | None = key(None, "fraction of tokens that keep their weight; null: all", "(0, 1]")
+    loss_terms: tuple[str | Mapping[str, Any], ...] = key(
+        (), "additional loss terms: name, file.py:Name, or {name: .., arguments}", path_kind="code"
+    )
     signals: tuple[str | Mapping[str, Any], ...] = key(
         (), "your own signals per token: file.py:Name, or {name: .., arguments}", path_kind="code"
     )

@@ -45,11 +45,13 @@ def _select(value: Any, index: Tensor) -> Any:
 
 
 def map_tensors(record: Record, function: Callable[[Tensor], Tensor]) -> Record:
-    """The record with `function` applied to each of its tensors, those of nested records included."""
+    """The record with `function` applied to each of its tensors, those of nested records and mappings included."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, Tensor):
             return function(value)
+        if isinstance(value, Mapping):
+            return {name: convert(each) for name, each in value.items()}
         return map_tensors(value, function) if is_dataclass(value) else value
 
     return replace(record, **{f.name: convert(getattr(record, f.name)) for f in fields(record)})  # type: ignore
