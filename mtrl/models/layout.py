@@ -41,6 +41,7 @@ class Layout:
     packed: bool  # all documents in one sequence
     causal: bool  # a causal mask is equal to `document_mask`
     predictors: list[tuple[Tensor, Tensor]]  # per view [M] sequence and column that predict each response token
+    places: tuple[Tensor, Tensor]  # [M] sequence and column of each response token in the first view
     tails: list[tuple[Tensor, Tensor]]  # per document sequence and columns of its prompt after the last image
 
     @property
@@ -114,6 +115,7 @@ class _Builder:
         self.sizes: list[int] = []  # length of each sequence so far
         self.segments = 0
         self.predictors: dict[tuple[int, int], tuple[int, Tensor]] = {}  # (view, row) -> sequence, columns
+        self.places: dict[tuple[int, int], tuple[int, Tensor]] = {}
         self.tails: list[tuple[Tensor, Tensor]] = []
 
     def add(self, sequence: int, document: Document) -> None:
@@ -144,7 +146,9 @@ class _Builder:
     def _record(self, sequence: int, document: Document, begin: int, pool: Tensor) -> None:
         end = begin + len(pool)
         for row in document.rows:
-            columns = torch.arange(end, end + self.lengths[row]) - 1
+            places = torch.arange(end, end + self.lengths[row])
+            self.places[document.view, row] = (sequence, places)
+            columns = places - 1
             columns[:1] = begin + len(pool) - 1  # the prompt's last position predicts every first token
             self.predictors[document.view, row] = (sequence, columns)
             end += self.lengths[row]
@@ -161,9 +165,8 @@ class _Builder:
             missing = length - padded.shape[1]
             return nn.functional.pad(padded, (0, 0) * (padded.dim() - 2) + (0, missing), value=fill)
 
-        def join_predictors(view: int) -> tuple[Tensor, Tensor]:
-            rows = range(len(self.lengths))
-            pairs = [self.predictors.get((view, row)) or self.predictors[0, row] for row in rows]
+        def join(found: dict[tuple[int, int], tuple[int, Tensor]], view: int) -> tuple[Tensor, Tensor]:
+            pairs = [found.get((view, row)) or found[0, row] for row in range(len(self.lengths))]
             sequence = torch.tensor([number for number, _ in pairs]).repeat_interleave(torch.tensor(self.lengths))
             return sequence, torch.cat([columns for _, columns in pairs])
 
@@ -176,7 +179,8 @@ class _Builder:
             DocumentMask(segment, prompt, stack("path"), find_image_runs(pool == VISION_POOL)),
             packed,
             causal=not packed and all(len(document.rows) == 1 for document in documents),
-            predictors=[join_predictors(view) for view in range(views)],
+            predictors=[join(self.predictors, view) for view in range(views)],
+            places=join(self.places, 0),
             tails=self.tails,
         )
 

@@ -56,6 +56,7 @@ NEEDS = Needs(
     "entropy_change",
     "dependency",
     "similarity",
+    "token_similarity",
     "attention_mass",
     "prompt_attention_mass",
     *("kl@none", "jsd@none", "logprobs@black", "entropy@none"),

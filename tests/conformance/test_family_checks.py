@@ -142,10 +142,10 @@ def states_without_gradient(monkeypatch):
 
 
 def ignored_views(monkeypatch):
-    prepare = Forward._prepare
-    monkeypatch.setattr(
-        Forward, "_prepare", lambda forward, rollouts, views: prepare(forward, rollouts, [None] * len(views))
-    )
+    def show_originals(forward, rollouts, others=(), prepare=Forward.prepare):
+        return prepare(forward, rollouts, [[prompt.media for prompt in rollouts.prompts]] * len(others))
+
+    monkeypatch.setattr(Forward, "prepare", show_originals)
 
 
 def wrong_pool(monkeypatch):

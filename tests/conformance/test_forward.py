@@ -102,7 +102,8 @@ def test_entropy_equals_a_plain_forward(family, forward):
 def test_similarity_to_the_image_equals_a_plain_forward(family, forward):
     """Also with a second view, whose states it must ignore; rows without an image have none."""
     rollouts = rollouts_for(family)
-    signals = forward.signals(rollouts, Needs("similarity", "perturbed_logprobs"), {"perturbed": make_views(rollouts)})
+    needs = Needs("similarity", "token_similarity", "perturbed_logprobs")
+    signals = forward.signals(rollouts, needs, {"perturbed": make_views(rollouts)})
     for row, length in enumerate(LENGTHS):
         prompt = rollouts.prompts[GROUP[row]]
         inputs = plain_inputs(get_encoder(family), prompt, rollouts.tokens[row, :length])
@@ -112,7 +113,9 @@ def test_similarity_to_the_image_equals_a_plain_forward(family, forward):
         image = (seen / seen.norm(dim=-1, keepdim=True)).mean(0) if len(seen) else torch.zeros_like(states[0])
         predicting = states[len(prompt.ids) - 1 : len(prompt.ids) - 1 + length]
         close(signals.similarity[row, :length], torch.cosine_similarity(predicting, image, dim=-1))
-        assert (signals.similarity[row, length:] == 0).all()
+        plain_mean, own = seen.mean(0) if len(seen) else image, states[len(prompt.ids) :]
+        close(signals.token_similarity[row, :length], torch.cosine_similarity(own, plain_mean, dim=-1))
+        assert (signals.similarity[row, length:] == 0).all() and (signals.token_similarity[row, length:] == 0).all()
         assert prompt.task.visual == bool(length and signals.similarity[row, 0] != 0) or not length
     old = forward.signals(rollouts).old_logprobs
     assert torch.equal(forward.signals(rollouts, Needs("old_logprobs", "similarity")).old_logprobs, old), (

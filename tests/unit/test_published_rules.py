@@ -298,7 +298,7 @@ def test_text_only_rows_get_plain_credit(name):
     drawn = torch.rand(2, 3, generator=torch.Generator().manual_seed(0))
     known = {"dependency": drawn, "entropy": drawn, "entropy_change": drawn, "old_logprobs": drawn,
              "perturbed_logprobs": -drawn,
-             "similarity": drawn}  # fmt: skip
+             "similarity": drawn, "token_similarity": drawn}  # fmt: skip
     views = {name: drawn for name in rule.needs.names if "@" in name}
     signals = Signals(attention_mass=torch.rand(2, 3, len(SEGMENTS), 2), **known, extra=views)
     experience = fake_experience(rollouts, signals, advantage=torch.full((2, 3), 2.0))

@@ -16,6 +16,7 @@ from mtrl.algorithms.credit.pgpo import Pgpo
 from mtrl.algorithms.credit.registry import make_rule
 from mtrl.algorithms.credit.rule import apply_rule
 from mtrl.algorithms.credit.vepo import Vepo
+from mtrl.algorithms.credit.vgpo import Vgpo
 from mtrl.types import Needs, Rewards, Signals
 
 KEY = (3, 7)
@@ -136,6 +137,54 @@ def test_vepo_by_definition(case):
             assert (found[part] == 1).all()
 
 
+# ---------------------------------------------------------------------------------------------------------------- VGPO
+def vgpo_by_definition(responses, beta=0.3, gamma=0.5, kappa=0.2, eps=1e-8):
+    """The factors of each response of one group, from the cosines of its tokens."""
+    factors, scores = [], []
+    for cosines in responses:
+        level, last = [(c + 1) / 2 for c in cosines], len(cosines)
+        late = [t for t in range(1, last + 1) if t > (1 - gamma) * last]
+        best = sorted((level[t - 1] for t in late), reverse=True)
+        least = best[max(1, math.floor(Fraction(str(kappa)) * len(late))) - 1] if late else math.inf
+        weights = [r * (1 + beta * t / last) if t in late and r >= least else r for t, r in enumerate(level, 1)]
+        scaled = min_max(np.array(weights), added=eps)
+        factors.append(1 + scaled - scaled.mean())
+        scores.append(sum(weights))
+    of_responses = min_max(np.array(scores), added=eps)
+    return [each * (1 + score - of_responses.mean()) for each, score in zip(factors, of_responses, strict=True)]
+
+
+def test_vgpo_by_hand():
+    # r = .5, .75, 1, .75; of the last two the third is chosen: 1 (1 + .3 * 3/4) = 1.225. Range .725:
+    # 0, .3448, 1, .3448, mean .4224. Alone in its group, so its factor is 1.
+    experience = make_experience([4], token_similarity=padded([[0.0, 0.5, 1.0, 0.5]]))
+    close(Vgpo().apply(experience, KEY), [[0.57759, 0.92241, 1.57759, 0.92241]], atol=1e-4)
+    # Two responses of one token each, r = 1 and .5, raised by .3: scores 1.3, .65, so factors 1.5 and .5.
+    experience = make_experience([1, 1], [True], token_similarity=padded([[1.0], [0.0]]), group=[0, 0])
+    close(Vgpo().apply(experience, KEY), [[1.5], [0.5]], atol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_vgpo_by_definition(case):
+    dice = np.random.default_rng(case)
+    lengths, _, (values,) = draw_rows(dice, 1)
+    cosine = np.clip(values, 0, 2).astype(np.float32) - 1
+    groups = np.sort(dice.integers(0, 2, len(lengths)))
+    groups -= groups.min()
+    visual = (dice.random(groups.max() + 1) < 0.8).tolist()
+    kappa, gamma = float(dice.choice([0.2, 0.4, 1.0])), float(dice.choice([0.25, 0.5]))
+    experience = make_experience(lengths, visual, token_similarity=torch.tensor(cosine), group=groups.tolist())
+    found = apply_rule(Vgpo(kappa=kappa, gamma=gamma), experience, KEY)
+    for group in set(groups.tolist()):
+        rows = [row for row, length in enumerate(lengths) if groups[row] == group and length]
+        if not visual[group]:
+            assert all((found[row, : lengths[row]] == 1).all() for row in rows)
+        elif rows:
+            responses = [cosine[row, : lengths[row]].astype(float) for row in rows]
+            for row, expected in zip(rows, vgpo_by_definition(responses, gamma=gamma, kappa=kappa), strict=True):
+                np.testing.assert_allclose(found[row, : lengths[row]], expected, rtol=1e-5, atol=1e-6)
+
+
 # ---------------------------------------------------------------------------------------------------------------- KTAE
 def fisher_by_definition(a, b, c, d):
     def likely(k):
@@ -219,7 +268,7 @@ def test_ktae_by_definition(case):
 # ---------------------------------------------------------------------------------------------------------- all of them
 @pytest.mark.parametrize("name, arguments", [
     ("pgpo", {"tau": 0.4, "beta": 2.0}), ("vepo", {"top_p": 0.2, "a": 0.7, "noise": 2.0}),
-    ("ktae", {"alpha": 1.0, "beta": 1.0, "strength": 1.0}),
+    ("vgpo", {"beta": 0.3, "gamma": 0.5, "kappa": 0.2}), ("ktae", {"alpha": 1.0, "beta": 1.0, "strength": 1.0}),
 ])  # fmt: skip
 def test_they_have_names_and_published_defaults(name, arguments):
     assert vars(make_rule(name)) == arguments

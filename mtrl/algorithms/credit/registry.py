@@ -19,6 +19,7 @@ from mtrl.algorithms.credit.rule import Bonus, Filter, Rule, Weight
 from mtrl.algorithms.credit.shuffled import Shuffled, shuffled
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.credit.vepo import Vepo
+from mtrl.algorithms.credit.vgpo import Vgpo
 from mtrl.algorithms.credit.vision_entropy import VisionEntropy, VisionEntropyWeights
 from mtrl.utils.plugin_registry import Registry, Spec, spec_name
 from mtrl.utils.plugins import PluginError
@@ -31,6 +32,7 @@ RULES: dict[str, type[Rule]] = {
     "entropy_change": EntropyChange,
     "pgpo": Pgpo,
     "vepo": Vepo,
+    "vgpo": Vgpo,
     "ktae": Ktae,
     "mass_gate": MassGate,
     "vision_entropy": VisionEntropy,
