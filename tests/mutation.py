@@ -34,6 +34,8 @@ from mutation_equivalents import EQUIVALENT
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = {
     "credit": "mtrl.algorithms.credit",
+    "contingency": "mtrl.algorithms.contingency",
+    "loss_terms": "mtrl.algorithms.loss_terms",
     "groups": "mtrl.algorithms.groups",
     "losses": "mtrl.algorithms.losses",
     "value_loss": "mtrl.algorithms.value_loss",
@@ -69,12 +71,22 @@ TESTS = {
         "tests/unit/test_registry.py",
         "tests/unit/test_metrics.py",
         "tests/unit/test_mutants.py",
+        "tests/unit/test_rules_of_papers.py",
         *PROPERTIES,
     ],
-    "groups": ["tests/unit/test_groups.py", "tests/unit/test_credit.py", "tests/unit/test_mutants.py", *PROPERTIES],
+    "contingency": ["tests/unit/test_rules_of_papers.py"],
+    "loss_terms": ["tests/unit/test_loss_terms.py"],
+    "groups": [
+        "tests/unit/test_groups.py",
+        "tests/unit/test_credit.py",
+        "tests/unit/test_mutants.py",
+        "tests/unit/test_rules_of_papers.py",
+        *PROPERTIES,
+    ],
     "losses": [
         "tests/unit/test_losses.py",
         "tests/unit/test_loss_weights.py",
+        "tests/unit/test_loss_terms.py",
         "tests/unit/test_divergence.py",
         "tests/unit/test_mutants.py",
         "tests/unit/test_doors.py",
