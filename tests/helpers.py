@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -136,3 +137,17 @@ def fake_experience(
 def slow_but(values, *quick):
     """Parameters of a test; all but the `quick` ones are left to `make test-all`."""
     return [pytest.param(each, marks=() if each in quick else pytest.mark.slow) for each in values]
+
+
+def random_cases(check):
+    """A test of `check(dice)` for 300 random generators, in ten parts."""
+
+    @pytest.mark.parametrize("part", range(10))
+    def run(part):
+        for seed in range(30 * part, 30 * part + 30):
+            try:
+                check(np.random.default_rng(seed))
+            except AssertionError as error:
+                raise AssertionError(f"case {seed}") from error
+
+    return run

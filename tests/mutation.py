@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULES = {
     "credit": "mtrl.algorithms.credit",
     "contingency": "mtrl.algorithms.contingency",
-    "loss_terms": "mtrl.algorithms.loss_terms",
+    "papo": "mtrl.algorithms.loss_terms.papo",
     "groups": "mtrl.algorithms.groups",
     "losses": "mtrl.algorithms.losses",
     "value_loss": "mtrl.algorithms.value_loss",
@@ -75,7 +75,7 @@ TESTS = {
         *PROPERTIES,
     ],
     "contingency": ["tests/unit/test_rules_of_papers.py"],
-    "loss_terms": ["tests/unit/test_loss_terms.py"],
+    "papo": ["tests/unit/test_loss_terms.py"],
     "groups": [
         "tests/unit/test_groups.py",
         "tests/unit/test_credit.py",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from helpers import close, fake_batch, fake_experience, fake_rollouts
+from helpers import close, fake_batch, fake_experience, fake_rollouts, random_cases
 from run_helpers import get_run_dir, read_metrics, tiny_arguments
 from tiny_models import checkpoint
 
@@ -17,8 +17,6 @@ from mtrl.algorithms.losses import Loss, total_loss
 from mtrl.cli import main
 from mtrl.types import Credit, Needs, Signals
 from mtrl.utils.errors import RunError
-
-CASES = range(300)
 
 
 def papo_by_definition(logp, masked, visual, gamma, entropy_coef):
@@ -39,9 +37,8 @@ def test_papo_by_hand():
     assert vars(LOSS_TERMS.make("papo")) == {"gamma": 0.01, "entropy_coef": 0.0}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_papo_by_definition(case):
-    dice = np.random.default_rng(case)
+@random_cases
+def test_papo_by_definition(dice):
     shape = tuple(dice.integers(1, 7, 2))
     kinds = [
         lambda: -dice.gamma(0.5, 2.0, shape),

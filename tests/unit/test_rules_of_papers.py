@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from helpers import close, fake_experience, fake_rollouts, padded, same
+from helpers import close, fake_experience, fake_rollouts, padded, random_cases, same
 
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.ktae import Ktae
@@ -20,7 +20,6 @@ from mtrl.algorithms.credit.vgpo import Vgpo
 from mtrl.types import Needs, Rewards, Signals
 
 KEY = (3, 7)
-CASES = range(300)
 
 
 def make_experience(lengths, visual=None, rewards=None, tokens=None, group=None, **signals):
@@ -75,9 +74,8 @@ def test_pgpo_by_hand():
     assert Pgpo.needs == Needs("old_logprobs", "logprobs@none")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_pgpo_by_definition(case):
-    dice = np.random.default_rng(case)
+@random_cases
+def test_pgpo_by_definition(dice):
     lengths, visual, (old, change) = draw_rows(dice, 2)
     old, other = -old, -old - change * dice.choice([-1, 1], change.shape)
     experience = make_experience(lengths, visual, old_logprobs=torch.tensor(old).float(),
@@ -118,9 +116,8 @@ def test_vepo_divides_by_the_tokens_that_count():
     close(credit.advantage[experience.rollouts.mask], [2.0] * 6)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_vepo_by_definition(case):
-    dice = np.random.default_rng(case)
+@random_cases
+def test_vepo_by_definition(dice):
     lengths, visual, (jsd, noised, entropy) = draw_rows(dice, 3)
     jsd, noised, entropy = (each.astype(np.float32) for each in (np.minimum(jsd, 0.69), noised, entropy))
     top_p, a = float(dice.choice([0.05, 0.2, 0.3, 1.0])), float(dice.choice([0.3, 0.7]))
@@ -164,9 +161,8 @@ def test_vgpo_by_hand():
     close(Vgpo().apply(experience, KEY), [[1.5], [0.5]], atol=1e-6)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_vgpo_by_definition(case):
-    dice = np.random.default_rng(case)
+@random_cases
+def test_vgpo_by_definition(dice):
     lengths, _, (values,) = draw_rows(dice, 1)
     cosine = np.clip(values, 0, 2).astype(np.float32) - 1
     groups = np.sort(dice.integers(0, 2, len(lengths)))
@@ -242,9 +238,8 @@ def test_ktae_compares_right_with_wrong(rewards):
     assert not found.any(), "all are right, or all are wrong"
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_ktae_by_definition(case):
-    dice = np.random.default_rng(case)
+@random_cases
+def test_ktae_by_definition(dice):
     lengths = dice.integers(0, 9, size=dice.integers(1, 12)).tolist()
     lengths[0] = max(lengths[0], 1)
     groups = np.sort(dice.integers(0, 2, len(lengths)))
