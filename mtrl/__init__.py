@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mtrl.algorithms.advantages import Estimator
     from mtrl.algorithms.credit import Bonus, Filter, Weight
-    from mtrl.algorithms.loss_terms import LossTerm
-    from mtrl.algorithms.losses import PolicyLoss
+    from mtrl.algorithms.losses import LossTerm, PolicyLoss
     from mtrl.config import ConfigError
     from mtrl.protocols import Tracker as Callback
     from mtrl.rollout.lifecycle import EngineLifecycle as Engine
@@ -28,7 +27,7 @@ _SOURCES = {
     "Bonus": "mtrl.algorithms.credit:Bonus",
     "Estimator": "mtrl.algorithms.advantages:Estimator",
     "PolicyLoss": "mtrl.algorithms.losses:PolicyLoss",
-    "LossTerm": "mtrl.algorithms.loss_terms:LossTerm",
+    "LossTerm": "mtrl.algorithms.losses:LossTerm",
     "Engine": "mtrl.rollout.lifecycle:EngineLifecycle",
     "Needs": "mtrl.types:Needs",
     "Signal": "mtrl.types:Signal",

@@ -7,6 +7,7 @@ optimizer step. A term's loss is then sum(weight * term), and micro-batches and 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,9 +16,8 @@ from torch import Tensor
 
 from mtrl.algorithms.divergence import Divergence, Penalty, divergence
 from mtrl.algorithms.groups import row_mean
-from mtrl.algorithms.loss_terms.term import LossTerm, compute_term
 from mtrl.algorithms.signals import LOG_RATIO_LIMIT
-from mtrl.types import LossWeights, TrainBatch
+from mtrl.types import LossWeights, Needs, TrainBatch
 from mtrl.utils.plugin_registry import Registry
 from mtrl.utils.user_code import call_user_code, check_shape
 
@@ -104,6 +104,26 @@ POLICY_LOSSES = Registry[PolicyLoss](
 )
 
 
+class LossTerm(ABC):
+    """Added to the loss of every valid token, and averaged as `optimization.loss_type` says. Subclasses are frozen
+    dataclasses whose fields are the arguments in the configuration; `mtrl/algorithms/loss_terms` has them by name."""
+
+    @property
+    def needs(self) -> Needs:
+        """The signals that the term reads, one number per token each; subclasses set a class attribute."""
+        return Needs()
+
+    @abstractmethod
+    def term(self, logp: Tensor, signals: Mapping[str, Tensor]) -> Tensor:
+        """[N, T], with gradients through the current policy's log-probs `logp` [N, T]. `signals` are those of `needs`,
+        measured before the updates of the step, and `visual` [N, 1] bool, the responses that saw an image. Off the mask
+        anything may be there."""
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__.lower()
+
+
 @dataclass(frozen=True)
 class Loss:
     """Everything the actor knows of the algorithm; a coefficient of 0 removes its term."""
@@ -170,10 +190,18 @@ def total_loss(
         total = total + loss.entropy_penalty_coef * surprise
         metrics["entropy_penalty"] = surprise
     for each in loss.terms:
-        value = weighted_sum(weights.token, compute_term(each, logp, batch.signals))
+        value = weighted_sum(weights.token, _compute_term(each, logp, batch.signals))
         total = total + value
         metrics[f"{each.name}_loss"] = value
     return total, {name: value.detach() for name, value in metrics.items()}
+
+
+def _compute_term(term: LossTerm, logp: Tensor, signals: Mapping[str, Tensor]) -> Tensor:
+    """[N, T], checked."""
+    what = f"loss term {type(term).__name__}"
+    values = call_user_code(what, lambda: term.term(logp, signals))
+    check_shape(what, values, logp.shape, "the loss of each token, [N, T]")
+    return values
 
 
 def _distance(logp: Tensor, batch: TrainBatch, loss: Loss, full_kl: Tensor | None) -> Tensor:

@@ -47,6 +47,7 @@ FOUND = [
     ("optimization.credit", "[mine.py:Rule, {name: mine.py:Rule, file: mine.py}]",
      ("{home}/mine.py:Rule", {"name": "{home}/mine.py:Rule", "file": "mine.py"})),
     ("optimization.signals", "[mine.py:Signal]", ("{home}/mine.py:Signal",)),
+    ("optimization.loss_terms", "[papo, mine.py:Term]", ("papo", "{home}/mine.py:Term")),
     ("optimization.advantage_estimator", "mine.py:Estimator", "{home}/mine.py:Estimator"),
     ("optimization.policy_loss", "{name: mine.py:Loss}", {"name": "{home}/mine.py:Loss"}),
     ("training.logger", "[console, mine.py:Logger]", ("console", "{home}/mine.py:Logger")),

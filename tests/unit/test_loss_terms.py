@@ -11,9 +11,9 @@ from run_helpers import get_run_dir, read_metrics, tiny_arguments
 from tiny_models import checkpoint
 
 from mtrl.algorithms.batches import BatchPlan, assemble
-from mtrl.algorithms.loss_terms import LOSS_TERMS, LossTerm
+from mtrl.algorithms.loss_terms import LOSS_TERMS
 from mtrl.algorithms.loss_terms.papo import Papo
-from mtrl.algorithms.losses import Loss, total_loss
+from mtrl.algorithms.losses import Loss, LossTerm, total_loss
 from mtrl.cli import main
 from mtrl.types import Credit, Needs, Signals
 from mtrl.utils.errors import RunError

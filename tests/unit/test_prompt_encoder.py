@@ -233,7 +233,7 @@ def test_a_text_model_takes_no_images(text_encoder):
 
 def test_pixels_that_are_not_at_their_target_size_are_a_bug_of_the_caller(encoder):
     row = task(("user", [IMAGE]), images=1)
-    for array in (np.zeros((55, 56, 3), np.uint8), np.zeros((56, 56, 4), np.uint8), np.zeros((56, 56, 3), np.float32)):
+    for array in (np.zeros((55, 56, 3), np.uint8), np.zeros((56, 56, 4), np.uint8), np.zeros((56, 56, 3), np.float64)):
         with pytest.raises(AssertionError):
             encoder.encode(row, [array])
 

@@ -63,7 +63,13 @@ def test_an_arm_is_plain_grpo_except_for_its_setting(name):
 
 
 def test_no_rule_is_left_out():
-    assert {rule for name in ARMS for rule in get_rule_names(arm(name))} == set(RULES)
+    """But for those of papers to the letter, which are younger than the study."""
+    assert {rule for name in ARMS for rule in get_rule_names(arm(name))} == RULES.keys() - {
+        "pgpo",
+        "vepo",
+        "vgpo",
+        "ktae",
+    }
 
 
 def test_the_plain_arm_is_the_recipe_of_scenes():

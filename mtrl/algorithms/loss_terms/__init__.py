@@ -14,9 +14,7 @@ class Quiet(LossTerm):
 from __future__ import annotations
 
 from mtrl.algorithms.loss_terms.papo import Papo
-from mtrl.algorithms.loss_terms.term import LossTerm
+from mtrl.algorithms.losses import LossTerm
 from mtrl.utils.plugin_registry import Registry
 
 LOSS_TERMS = Registry[LossTerm]("loss term", (LossTerm,), {"papo": Papo})
-
-__all__ = ["LOSS_TERMS", "LossTerm"]

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mtrl.algorithms.loss_terms.term import LossTerm
+from mtrl.algorithms.losses import LossTerm
 from mtrl.algorithms.signals import low_var_kl
 from mtrl.types import Needs
 
