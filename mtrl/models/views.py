@@ -79,14 +79,11 @@ class ImageViews:
             return None if prompt.media else ()
         if view.kind == PERTURBED:
             return self.perturbation.view(prompt, step)
+        if isinstance(view.argument, str):
+            box = read_box(prompt, view.argument)
+            return tuple(enlarge(as_clip(medium), box).reshape(medium.shape) for medium in prompt.media)
         random = rng_for("view", self.perturbation.seed, step, prompt.task.id, name)
-        box = read_box(prompt, view.argument) if isinstance(view.argument, str) else None
-        return tuple(
-            (self._draw(view, as_clip(medium), random) if box is None else enlarge(as_clip(medium), box)).reshape(
-                medium.shape
-            )
-            for medium in prompt.media
-        )
+        return tuple(self._draw(view, as_clip(medium), random).reshape(medium.shape) for medium in prompt.media)
 
     def _draw(self, view: View, clip: np.ndarray, random: np.random.Generator) -> np.ndarray:
         amount = view.argument
