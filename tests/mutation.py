@@ -74,7 +74,7 @@ TESTS = {
         "tests/unit/test_rules_of_papers.py",
         *PROPERTIES,
     ],
-    "contingency": ["tests/unit/test_rules_of_papers.py"],
+    "contingency": ["tests/unit/test_contingency.py"],
     "papo": ["tests/unit/test_loss_terms.py"],
     "groups": [
         "tests/unit/test_groups.py",

@@ -7,6 +7,15 @@ ABOVE_NOTHING = "a mean is 0, and so is what it divides, or far above"
 SAME_LENGTH = "made from each other, they are of one length"
 VISION_ENTROPY_PART = "{'actor/vision_entropy_token_fraction'"
 EQUIVALENT: dict[tuple[str, str], str] = {
+    # contingency
+    ("contingency.<module>", "AS_LIKELY = 1 + 1.5000000000000002e-09"): "far above rounding, far below other tables",
+    ("contingency.<module>", "AS_LIKELY = 1 + 6.666666666666667e-10"): "far above rounding, far below other tables",
+    (
+        "contingency.fisher_p_value",
+        "k = torch.arange(int((a + b).max()) + 2, dtype=torch.float64)[:, None]",
+    ): "one more table, of probability 0",
+    ("contingency.fisher_p_value", "p = likely.where(likely < AS_LIKELY * observed, 0.0).sum(0)"): "never that equal",
+    ("contingency.fisher_p_value", "return p.where(p <= 1 / AS_LIKELY, 1.0)"): "never that equal",
     ("credit.assign", "token_weight = token_weight * weight.where(mask, 1.0)"): "token_weight is 0 there already",
     ("credit.assign", "token_weight = token_weight * weight.where(mask, -1.0)"): "token_weight is 0 there already",
     (

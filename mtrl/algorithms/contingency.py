@@ -19,17 +19,16 @@ def fisher_p_value(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
     """Fisher's two-sided exact test: the probability of all tables with these margins that are not more likely than the
     observed one. At most 1, and exactly 1 if these are all."""
     n = a + b + c + d
-    k = torch.arange(int(n.max()) + 1, dtype=torch.float64)[:, None]  # in the place of a
-    possible = (k <= a + b) & (k <= a + c) & (k >= a + b + a + c - n)
+    k = torch.arange(int((a + b).max()) + 1, dtype=torch.float64)[:, None]  # in the place of a
     total = log_choose(n, a + b)
-    likely = (log_choose(a + c, k) + log_choose(b + d, a + b - k) - total).exp().where(possible, 0.0)
+    likely = (log_choose(a + c, k) + log_choose(b + d, a + b - k) - total).exp()
     observed = (log_choose(a + c, a) + log_choose(b + d, b) - total).exp()
     p = likely.where(likely <= AS_LIKELY * observed, 0.0).sum(0)
     return p.where(p < 1 / AS_LIKELY, 1.0)
 
 
 def log_choose(n: Tensor, k: Tensor) -> Tensor:
-    k = k.clamp(min=0).minimum(n)  # others are impossible, and left out
+    """-inf where k is below 0 or above n: there lgamma has its poles."""
     return torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
 
 

@@ -50,7 +50,7 @@ class Ktae(Bonus):
         for number in range(group_count(rollouts.group)):
             rows = (rollouts.group == number).nonzero().flatten()
             mask = rollouts.mask[rows]
-            if 0 < int(right[rows].sum()) < len(rows) and mask[right[rows]].any() and mask[~right[rows]].any():
+            if mask[right[rows]].any() and mask[~right[rows]].any():
                 values = self._score(rollouts.tokens[rows], mask, right[rows])
                 bonus[rows] = 2 * self.strength * (values.sigmoid() - 0.5)
         return bonus.where(rollouts.mask, 0.0).float()
