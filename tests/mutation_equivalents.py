@@ -7,6 +7,19 @@ ABOVE_NOTHING = "a mean is 0, and so is what it divides, or far above"
 SAME_LENGTH = "made from each other, they are of one length"
 VISION_ENTROPY_PART = "{'actor/vision_entropy_token_fraction'"
 EQUIVALENT: dict[tuple[str, str], str] = {
+    # rules of papers
+    (
+        "credit.pgpo.Pgpo.apply",
+        "raised = 1 + self.beta * (level - self.tau) / (1 - self.tau - EPS)",
+    ): "2e-8 of a weight",
+    (
+        "credit.pgpo.Pgpo.apply",
+        "weights = torch.where(level <= self.tau, level / (self.tau + EPS), raised)",
+    ): "both are 1 there, but for 3e-8",
+    (
+        "credit.pgpo.Pgpo.apply",
+        "weights = torch.where(level < self.tau, level / (self.tau - EPS), raised)",
+    ): "5e-8 of a weight",
     # contingency
     ("contingency.<module>", "AS_LIKELY = 1 + 1.5000000000000002e-09"): "far above rounding, far below other tables",
     ("contingency.<module>", "AS_LIKELY = 1 + 6.666666666666667e-10"): "far above rounding, far below other tables",

@@ -74,6 +74,13 @@ def test_pgpo_by_hand():
     assert Pgpo.needs == Needs("old_logprobs", "logprobs@none")
 
 
+def test_pgpo_hardly_tells_tokens_apart_that_are_nearly_equal():
+    # u = 0, 0.5e-8, 1e-8, and eps doubles the range: I = 0, .25, .5, w = 0, .625, 1.3333.
+    x = torch.tensor([[0.0, 1e-8**0.5, 2e-8**0.5]], dtype=torch.float64)
+    found = Pgpo().apply(make_experience([3], old_logprobs=torch.zeros(1, 3), logprobs_at_none=x), KEY)
+    close(found, [[0, 3 * 0.625 / 1.95833, 3 * 1.33333 / 1.95833]], atol=1e-3)
+
+
 @random_cases
 def test_pgpo_by_definition(dice):
     lengths, visual, (old, change) = draw_rows(dice, 2)
@@ -106,6 +113,15 @@ def test_vepo_by_hand():
     same(Vepo().apply(experience, KEY), padded([[1.0, 0, 0]]))
     same(Vepo(top_p=0.5).apply(experience, KEY), padded([[1.0, 1, 0]]))
     assert Vepo(noise=6.9).needs == Needs("entropy", "jsd@noised(6.9)", "entropy@noised(6.9)")
+
+
+@pytest.mark.parametrize(("jsd", "change", "first"), [(1e-8, 0.7, 1), (0.8e-8, 0.8, 2)])
+def test_vepo_stretches_no_range_below_its_least(jsd, change, first):
+    # h = 0, .5, 1, 0. j = 1 gives .5 to the second token, j = .8 gives (1 - .2^.7) / 2 = .34; the change gives the
+    # third 1 - .3^.3 = .30 or 1 - .2^.3 = .38.
+    experience = make_experience([4], entropy=padded([[0.0, 0.5, 1, 0]]), jsd_at_noised2=padded([[0.0, jsd, 0, 0]]),
+                                 entropy_at_noised2=padded([[0.0, 0.5, 1 + change, 1]]))  # fmt: skip
+    assert Vepo(top_p=0.25).apply(experience, KEY).argmax() == first
 
 
 def test_vepo_divides_by_the_tokens_that_count():
@@ -256,6 +272,7 @@ def test_ktae_by_definition(dice):
         sides = [[responses[row] for row in rows if (rewards[row] > 0) == right] for right in (True, False)]
         by_id = ktae_by_definition(*sides, alpha, beta) if all(map(any, sides)) else {}
         for row in rows:
+            assert not found[row, lengths[row] :].any()
             expected = [by_id.get(token, 0.0) for token in responses[row]]
             np.testing.assert_allclose(found[row, : lengths[row]], expected, rtol=1e-5, atol=1e-6)
 
@@ -267,6 +284,15 @@ def test_ktae_by_definition(dice):
 ])  # fmt: skip
 def test_they_have_names_and_published_defaults(name, arguments):
     assert vars(make_rule(name)) == arguments
+
+
+def test_results_are_float32():
+    values = torch.rand(1, 3, dtype=torch.float64)
+    signals = {"old_logprobs": -values, "logprobs_at_none": -2 * values, "entropy": values, "token_similarity": values,
+               "jsd_at_noised2": values, "entropy_at_noised2": values}  # fmt: skip
+    experience = make_experience([3], **signals)
+    for name in ("pgpo", "vepo", "vgpo", "ktae"):
+        assert make_rule(name).apply(experience, KEY).dtype == torch.float32
 
 
 def test_their_signals_can_be_shuffled():

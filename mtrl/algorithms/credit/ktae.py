@@ -53,7 +53,7 @@ class Ktae(Bonus):
             if mask[right[rows]].any() and mask[~right[rows]].any():
                 values = self._score(rollouts.tokens[rows], mask, right[rows])
                 bonus[rows] = 2 * self.strength * (values.sigmoid() - 0.5)
-        return bonus.where(rollouts.mask, 0.0).float()
+        return bonus.float()
 
     def _score(self, tokens: Tensor, mask: Tensor, right: Tensor) -> Tensor:
         """K [n, T] of every token."""
