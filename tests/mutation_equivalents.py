@@ -20,6 +20,18 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "credit.pgpo.Pgpo.apply",
         "weights = torch.where(level < self.tau, level / (self.tau - EPS), raised)",
     ): "5e-8 of a weight",
+    (
+        "credit.vgpo.Vgpo.apply",
+        "weights, mask = (self._raise_late(similarity, rollouts.mask), rollouts.mask)",
+    ): "rounding of float32",
+    **{
+        (
+            "credit.vgpo.Vgpo._raise_late",
+            f"count = (late.sum(1, keepdim=True) * self.kappa + {each}).floor().long().clamp(min=1)",
+        ): "any number above rounding and below 1 / tokens"
+        for each in ("1.5e-06", "6.666666666666666e-07")
+    },
+    ("credit.vgpo.centre", "-1"): "there is one dimension",
     # contingency
     ("contingency.<module>", "AS_LIKELY = 1 + 1.5000000000000002e-09"): "far above rounding, far below other tables",
     ("contingency.<module>", "AS_LIKELY = 1 + 6.666666666666667e-10"): "far above rounding, far below other tables",

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.credit.rule import Key, Weight
-from mtrl.algorithms.groups import group_mean, row_mean, row_min_max
+from mtrl.algorithms.groups import group_count, group_mean, row_mean, row_min_max
 from mtrl.types import Experience, Needs
 
 EPS = 1e-8
@@ -59,16 +59,14 @@ class Vgpo(Weight):
         count = (late.sum(1, keepdim=True) * self.kappa + 1e-6).floor().long().clamp(min=1)
         ordered = level.where(late, -torch.inf).sort(dim=1, descending=True).values
         chosen = late & (level >= ordered.gather(1, count - 1))
-        return level * (1 + chosen * self.beta * number / length.clamp(min=1))
+        return level * (1 + chosen * self.beta * number / length)
 
 
 def centre(score: Tensor, group: Tensor) -> Tensor:
-    """[N]: scores scaled to 0 .. 1 within their group, minus the mean of these; NaN are left out."""
+    """[N]: scores over the range of their group, minus the mean of these; NaN are left out."""
     low, high = (
-        torch.full((int(group.max()) + 1,), fill, dtype=score.dtype).scatter_reduce(
-            0, group, score.nan_to_num(fill), how
-        )
+        torch.full((group_count(group),), fill, dtype=score.dtype).scatter_reduce(0, group, score.nan_to_num(fill), how)
         for fill, how in ((torch.inf, "amin"), (-torch.inf, "amax"))
     )
-    scaled = (score - low[group]) / (high - low + EPS)[group]
+    scaled = score / (high - low + EPS)[group]
     return scaled - group_mean(scaled, group)[group]
