@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -151,3 +151,22 @@ def random_cases(check):
                 raise AssertionError(f"case {seed}") from error
 
     return run
+
+
+class GivenWeights(Mapping):
+    """Weights by name as a trainer gives them to an engine; subclasses watch how they are read."""
+
+    def __init__(self, weights):
+        self.weights = weights
+
+    def __getitem__(self, name):
+        return self.weights[name]
+
+    def form(self, name):
+        return self.weights[name].dtype, tuple(self.weights[name].shape)
+
+    def __iter__(self):
+        return iter(self.weights)
+
+    def __len__(self):
+        return len(self.weights)

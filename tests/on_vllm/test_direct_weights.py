@@ -3,12 +3,12 @@
 import re
 import shutil
 import weakref
-from collections.abc import Mapping
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import GivenWeights
 from tiny_models import checkpoint, get_encoder, plain_model, plain_model_at, prompts_for
 from torch import nn
 from vllm_engines import INSTALLED, ON_GPU, arguments
@@ -120,11 +120,12 @@ def test_it_responds_as_after_the_loader(case):
     assert not torch.equal(other.tokens, direct.tokens), "other weights respond differently"
 
 
-class MadeOnAccess(Mapping):
+class MadeOnAccess(GivenWeights):
     """Like weights that are gathered or merged; notes the order of accesses, and how many are alive at once."""
 
     def __init__(self, weights):
-        self.weights, self.read, self.made, self.most = weights, [], [], 0
+        super().__init__(weights)
+        self.read, self.made, self.most = [], [], 0
 
     def __getitem__(self, name):
         self.read.append(name)
@@ -132,15 +133,6 @@ class MadeOnAccess(Mapping):
         self.made.append(weakref.ref(made))
         self.most = max(self.most, sum(each() is not None for each in self.made))
         return made
-
-    def form(self, name):
-        return self.weights[name].dtype, tuple(self.weights[name].shape)
-
-    def __iter__(self):
-        return iter(self.weights)
-
-    def __len__(self):
-        return len(self.weights)
 
 
 def test_each_weight_is_read_once_and_none_is_kept(case):

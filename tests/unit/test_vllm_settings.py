@@ -4,10 +4,10 @@ import multiprocessing
 import os
 import shutil
 import signal
-from collections.abc import Mapping
 
 import pytest
 import torch
+from helpers import GivenWeights
 from safetensors.torch import load_file
 from tiny_models import checkpoint, fresh_backbone, get_encoder
 
@@ -121,24 +121,16 @@ def test_weights_on_their_way(tmp_path, monkeypatch):
     assert torch.equal(same["a"], tied) and torch.equal(same["b"], tied)
 
 
-class InTurn(Mapping):
+class InTurn(GivenWeights):
     """Weights that are there one at a time, in their order, as they arrive from ranks."""
 
     def __init__(self, weights):
-        self.weights, self.left = weights, list(weights)
+        super().__init__(weights)
+        self.left = list(weights)
 
     def __getitem__(self, name):
         assert self.left.pop(0) == name, "each once, in order"
         return self.weights[name]
-
-    def form(self, name):
-        return self.weights[name].dtype, tuple(self.weights[name].shape)
-
-    def __iter__(self):
-        return iter(self.weights)
-
-    def __len__(self):
-        return len(self.weights)
 
 
 def test_each_weight_is_read_once_in_order(tmp_path):
