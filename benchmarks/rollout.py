@@ -10,11 +10,12 @@ weights; fp32 master weights are the default), and any KEY=VALUE is an override 
 token, so that all responses have their full length; cases with uniformly drawn lengths have one (`drawn_lengths`).
 
 A round is the generation of a step: the engine wakes, encodes the prompts and their pixels, samples and sleeps again.
-Seconds are the median of the rounds after a warm-up. Rounds with one new token are timed separately; the remaining
-time, divided by the number of the following decode steps, is `ms_a_step`. Its floor is the time to read at 4.3 TB/s
-what every step must read: the language model's weights, each prompt's keys and values once per group, and each row's
-own. Memory is measured while the engine is awake and after it went to sleep; `captures` counts CUDA graphs, including
-the warm-up.
+Seconds are the median of the rounds after a warm-up. Before each round the weights of the policy are loaded, as after
+an update, so that no engine finds a prompt of an earlier round in a cache; that is timed separately (`weights_s`).
+Rounds with one new token are timed separately, too; the remaining time, divided by the number of the following decode
+steps, is `ms_a_step`. Its floor is the time to read at 4.3 TB/s what every step must read: the language model's
+weights, each prompt's keys and values once per group, and each row's own. Memory is measured while the engine is awake
+and after it went to sleep; `captures` counts CUDA graphs, including the warm-up.
 
 In the cases with peers, `model.generate` of the same checkpoint samples the same prompts once after a short warm-up, in
 the compute dtype and with transformers' own attention.
@@ -31,7 +32,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,11 @@ from mtrl.compose.policy import LoadedModel, build_generator, build_policy
 from mtrl.compose.run import configure
 from mtrl.config import read_overrides
 from mtrl.models.backbone import Backbone
+from mtrl.models.state_dicts import exported_weights
 from mtrl.protocols import Generator
 from mtrl.rollout import local
 from mtrl.rollout.decode.engine import GraphGenerator, bucket_size
-from mtrl.types import Prompt, Rollouts, Sampling
+from mtrl.types import Prompt, Rollouts, Sampling, Weights
 
 BYTES_PER_SECOND = 4.3e12  # memory bandwidth of an H200
 PREFIXES = {642: (672, 66), 4096: (1764, 127), 44: (56, 40), 64: (112, 48)}  # tokens: side of the picture, other tokens
@@ -162,29 +164,43 @@ class Bench:
         config, _ = configure(self.file, self.settings(case) | read_overrides(self.a.overrides))
         generator = build_generator(config, self.loaded.policy, self.loaded.encoder)
         ends = nullcontext() if case.shortest is None else drawn_lengths(self.loaded.encoder, case.shortest)
-        with ends, nullcontext() if case.leave else all_stay(generator, case.prompts * case.n):
+        with closing(generator), ends, nullcontext() if case.leave else all_stay(generator, case.prompts * case.n):
             yield generator, make_training_sampling(config)
+
+    def publish(self, generator: Generator, version: int) -> float:
+        """Seconds to load the weights of the policy into the engine."""
+        wait()
+        begin = time.perf_counter()
+        with generator.resident():
+            generator.load(Weights(version, exported_weights(self.loaded.model)))
+        wait()
+        return time.perf_counter() - begin
 
     # ------------------------------------------------------------------------------------------------------- measuring
     def measure(self, case: Case) -> dict[str, Any]:
         prompts = self.prompts(case)
         memory: dict[str, Any] = {"before": held_gb()}
-        whole, first = [], []
+        whole, first, loads, begin = [], [], [], time.perf_counter()
         with self.engine(case) as (generator, sampling):
+            built = time.perf_counter() - begin
             for number in range(self.a.rounds + 1):
+                loads.append(self.publish(generator, number))
                 with peak_gb(memory, "peak_gb"):
-                    taken, rollouts = timed(generator, prompts, replace(sampling, step=number), memory)
+                    taken, rollouts = timed(generator, prompts, replace(sampling, step=number, version=number), memory)
                 check(case, rollouts)
                 whole.append(taken)
             memory["asleep"] = held_gb()
             engine = {"engine": type(generator).__name__, "captures": getattr(generator, "captures", 0)}
+            one = replace(sampling, max_new_tokens=1)
             for number in range(self.a.rounds + 1):  # separate, since the steps of a run do not alternate between sizes
-                taken, _ = timed(generator, prompts, replace(sampling, step=number, max_new_tokens=1))
+                self.publish(generator, number)
+                taken, _ = timed(generator, prompts, replace(one, step=number, version=number))
                 first.append(taken)
         del generator
         free_memory()
         fields = {key: value for key, value in asdict(case).items() if key != "peers"}
-        found = fields | engine | {"rows": len(rollouts), "memory": memory}
+        starts = {"engine_start_s": round(built, 2), "weights_s": round(statistics.median(loads[1:]), 4)}
+        found = fields | engine | starts | {"rows": len(rollouts), "memory": memory}
         found |= self.rates(rollouts, whole[1:], first[1:])  # the first of each is the warm-up
         return found | ({"peers": self.peers(case, prompts, found["seconds"])} if case.peers else {})
 
@@ -222,7 +238,7 @@ class Bench:
         """A table of the kernels (on a CPU: operators) of one round, the slowest first."""
         prompts = self.prompts(case)
         with self.engine(case) as (generator, sampling):
-            timed(generator, prompts, sampling)
+            timed(generator, prompts, sampling)  # with the weights that the engine started with
             (_, rollouts), table = profile(lambda: timed(generator, prompts, replace(sampling, step=1)), self.a.device)
         steps = rollouts.mask.shape[1] - 1
         where = f"{hardware()['gpu' if self.a.device == 'cuda' else 'cpu']}, {self.a.size}, {self.a.dtype} weights"
@@ -295,6 +311,7 @@ def format_line(name: str, found: dict[str, Any]) -> str:
     fields = [
         f"{found['seconds']:.3f} s" + ("" if found["limit_s"] is None else f" (limit {found['limit_s']})"),
         f"first token {found['first_token_s']:.3f} s",
+        f"weights {found['weights_s']:.3f} s",
         f"{found['ms_a_step']:.2f} ms per step" + ("" if floor is None else f" (floor {floor:.2f})"),
         f"{found['tokens_per_s']:,} tokens/s",
         f"{found['captures']} captures",

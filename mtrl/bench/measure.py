@@ -34,6 +34,7 @@ PHASES = {  # TRL's name of a phase: our phases
 }  # fmt: skip
 PEAKS = ("peak_gb_generation", "peak_gb_buffers", "peak_gb_probe", "peak_gb_update", "peak_gb_training")
 MFU_KEYS = ("mfu_training_prompts_once", "mfu_training_prompts_per_response")
+GAP = "rollout/logprob_gap_"  # of the engine and the trainer
 VISION = ".visual."  # in the names of the weights of the vision tower
 BESIDE_SETTINGS = {"stop_ids": "none: no token ends a response"}  # facts without a configuration key
 Row = dict[str, Any]
@@ -82,7 +83,7 @@ class MeasuredRun:
         row["peak_gb_probe"], row["peak_gb_update"] = peaks["probe"], peaks["update"]
         row["peak_gb_training"] = max(peaks["probe"], peaks["update"])
         row |= {"grad_norm": values["actor/grad_norm"], "loss": values["actor/pg_loss"]}
-        row["logprob_gap_mean"] = values["rollout/logprob_gap_mean"]  # of the engine and the trainer
+        row |= {name.rpartition("/")[2]: value for name, value in values.items() if name.startswith(GAP)}
         row["completion_tokens"] = round(values["response_length/mean"] * self.workload.responses)
         return row
 
