@@ -52,7 +52,7 @@ from mtrl.bench.random_run import PATHS, step_settings, write_run
 from mtrl.compose.algorithm import make_training_sampling
 from mtrl.compose.policy import LoadedModel, build_generator, build_policy
 from mtrl.compose.run import configure
-from mtrl.config import read_overrides
+from mtrl.config import Config, read_overrides
 from mtrl.models.backbone import Backbone
 from mtrl.models.state_dicts import exported_weights
 from mtrl.protocols import Generator
@@ -132,10 +132,12 @@ def precision(a: argparse.Namespace) -> dict[str, Any]:
 
 
 class Bench:
-    """One policy, and a new engine for each case, so that no case holds the buffers of an earlier one."""
+    """One policy, and a new engine for each case, so that no case holds the buffers of an earlier one. With vLLM there
+    is one for all cases, as large as the largest: it has room for one engine that sleeps in a process."""
 
     def __init__(self, a: argparse.Namespace, folder: Path, cases: Sequence[Case]) -> None:
-        self.a = a
+        self.a, self.longest = a, max(cases, key=lambda case: case.prefix + case.new)
+        self.started, self.vllm = 0.0, None  # seconds that the last engine took to start
         self.sides = sorted({PREFIXES[case.prefix][0] for case in cases})  # the shared encoder must accept all
         self.file = write_run(
             folder, a.size, a.device, 1, self.sides, PREFIXES[cases[0].prefix][1], a.seed, self.settings(cases[0])
@@ -161,11 +163,28 @@ class Bench:
     @contextmanager
     def engine(self, case: Case) -> Iterator[tuple[Generator, Sampling]]:
         """The engine and the sampling of a run with the sizes of this case."""
-        config, _ = configure(self.file, self.settings(case) | read_overrides(self.a.overrides))
-        generator = build_generator(config, self.loaded.policy, self.loaded.encoder)
+        config = self.configure(case)
+        generator = self.build_vllm() if config.engine_name == "vllm" else self.build(config)
         ends = nullcontext() if case.shortest is None else drawn_lengths(self.loaded.encoder, case.shortest)
-        with closing(generator), ends, nullcontext() if case.leave else all_stay(generator, case.prompts * case.n):
+        with ends, nullcontext() if case.leave else all_stay(generator, case.prompts * case.n):
             yield generator, make_training_sampling(config)
+
+    def configure(self, case: Case) -> Config:
+        return configure(self.file, self.settings(case) | read_overrides(self.a.overrides))[0]
+
+    def build(self, config: Config) -> Generator:
+        begin = time.perf_counter()
+        generator = build_generator(config, self.loaded.policy, self.loaded.encoder)
+        self.started = time.perf_counter() - begin
+        return generator
+
+    def build_vllm(self) -> Generator:
+        self.vllm = self.vllm or self.build(self.configure(self.longest))
+        return self.vllm
+
+    def close(self) -> None:
+        if self.vllm is not None:
+            self.vllm.close()
 
     def publish(self, generator: Generator, version: int) -> float:
         """Seconds to load the weights of the policy into the engine."""
@@ -180,9 +199,8 @@ class Bench:
     def measure(self, case: Case) -> dict[str, Any]:
         prompts = self.prompts(case)
         memory: dict[str, Any] = {"before": held_gb()}
-        whole, first, loads, begin = [], [], [], time.perf_counter()
+        whole, first, loads = [], [], []
         with self.engine(case) as (generator, sampling):
-            built = time.perf_counter() - begin
             for number in range(self.a.rounds + 1):
                 loads.append(self.publish(generator, number))
                 with peak_gb(memory, "peak_gb"):
@@ -199,7 +217,7 @@ class Bench:
         del generator
         free_memory()
         fields = {key: value for key, value in asdict(case).items() if key != "peers"}
-        starts = {"engine_start_s": round(built, 2), "weights_s": round(statistics.median(loads[1:]), 4)}
+        starts = {"engine_start_s": round(self.started, 2), "weights_s": round(statistics.median(loads[1:]), 4)}
         found = fields | engine | starts | {"rows": len(rollouts), "memory": memory}
         found |= self.rates(rollouts, whole[1:], first[1:])  # the first of each is the warm-up
         return found | ({"peers": self.peers(case, prompts, found["seconds"])} if case.peers else {})
@@ -326,15 +344,15 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
     found = {}
     with tempfile.TemporaryDirectory(prefix="mtrl-rollout-") as folder:
         begin = time.perf_counter()
-        bench = Bench(a, Path(folder), list(cases.values()))
-        built = time.perf_counter() - begin
-        for name, case in cases.items():
-            found[name] = bench.measure(case)
-            print(format_line(name, found[name]), flush=True)
-        if a.profile is not None:
-            name = next(iter(cases))
-            a.profile.parent.mkdir(parents=True, exist_ok=True)
-            a.profile.write_text(bench.profile(name, cases[name]))
+        with closing(Bench(a, Path(folder), list(cases.values()))) as bench:
+            built = time.perf_counter() - begin
+            for name, case in cases.items():
+                found[name] = bench.measure(case)
+                print(format_line(name, found[name]), flush=True)
+            if a.profile is not None:
+                name = next(iter(cases))
+                a.profile.parent.mkdir(parents=True, exist_ok=True)
+                a.profile.write_text(bench.profile(name, cases[name]))
         parameters = sum(each.numel() for each in bench.loaded.model.parameters())
     given = precision(a) | read_overrides(a.overrides)
     return {

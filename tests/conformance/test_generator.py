@@ -94,6 +94,10 @@ def family(request):
 
 @pytest.fixture
 def encoder(family):
+    return make_encoder(family)
+
+
+def make_encoder(family):
     """An encoder with many stop tokens, so that responses end early and at different times."""
     encoder = copy.copy(get_encoder(family))
     encoder.stop_ids = tuple(range(4, 512, 7))

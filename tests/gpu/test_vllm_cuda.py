@@ -109,11 +109,11 @@ def test_adapters_arrive_merged():
     ids=["greedy", "weights"],
 )
 @pytest.mark.parametrize("kind", ["process", "graphs"])
-def test_a_child_process_and_graphs(kind, test, encoder):  # noqa: F811
+def test_a_child_process_and_graphs(kind, test):
     host = child_process(FAMILY) if kind == "process" else with_graphs()
     names = {"engine", "fresh_engine"} & {*inspect.signature(test).parameters}
-    engine = engine_on(host, FAMILY, encoder, may_change="fresh_engine" in names)
-    test(FAMILY, encoder, engine)
+    own = suite.make_encoder(FAMILY)
+    test(FAMILY, own, engine_on(host, FAMILY, own, may_change="fresh_engine" in names))
 
 
 def with_graphs():
@@ -140,23 +140,28 @@ def test_sleep_frees_memory_and_waking_restores_it(mode):
     asleep = free_mib()
     weights, greedy = exported_weights(plain_model(FAMILY)), Sampling(temperature=0, max_new_tokens=12, version=1)
     with engine.resident():
-        awake = free_mib()
         engine.load(Weights(1, {name: 1.5 * tensor for name, tensor in weights.items()}))
-        first = engine.generate(prompts_for(FAMILY), greedy)
+        loaded = free_mib()
+        found = [engine.generate(prompts_for(FAMILY), greedy)]
+        awake = free_mib()
     asleep_again = free_mib()
-    with engine.resident():
-        awake_again = free_mib()
-        second = engine.generate(prompts_for(FAMILY), greedy)
+    for _ in range(2):  # naps without new weights
+        with engine.resident():
+            found.append(engine.generate(prompts_for(FAMILY), greedy))
+            awake_again = free_mib()
     host.close()
     after = free_mib()
-    rounds = {"before": before, "asleep": asleep, "awake": awake, "asleep again": asleep_again,
-              "awake again": awake_again, "closed": after}  # fmt: skip
+    rounds = {"before": before, "asleep": asleep, "with new weights": loaded, "awake": awake,
+              "asleep again": asleep_again, "awake again": awake_again, "closed": after}  # fmt: skip
     report(**{f"free MiB, {mode}, {when}": mib for when, mib in rounds.items()})
+    assert asleep - loaded < 512, "not the cache"
     for slept, woke in ((asleep, awake), (asleep_again, awake_again)):
         assert 1024 <= slept - woke < 1536, "the cache of 1 GiB and the weights of a tiny model"
     assert asleep - asleep_again < 512, "libraries and compiled kernels stay"
     assert after >= asleep_again - 64, "nothing else does"
-    assert torch.equal(first.tokens, second.tokens) and torch.equal(first.rollout_logprobs, second.rollout_logprobs)
+    first, *later = found
+    for each in later:
+        assert torch.equal(first.tokens, each.tokens) and torch.equal(first.rollout_logprobs, each.rollout_logprobs)
 
 
 def test_an_update_needs_no_second_copy(case):

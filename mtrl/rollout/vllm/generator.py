@@ -30,7 +30,10 @@ class VllmGenerator(EngineLifecycle):
         self.host.sleep()  # a new engine is asleep
 
     def wake(self) -> None:
+        """The host wakes when it is called: new weights have no use for the memory of keys and values."""
         torch.cuda.empty_cache()  # vLLM allocates from the driver, which has no use of the trainer's cache
+
+    def preflight(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         self.host.wake()
 
     def sleep(self) -> None:
@@ -40,6 +43,7 @@ class VllmGenerator(EngineLifecycle):
         self._check_awake()
         check_weight_names(self.names, weights.tensors)
         label = f"{self._run}:{weights.version}"
+        self.host.wake(to_load=True)
         self.host.load(label, weights.tensors)
         self.version, self._label = weights.version, label
 
@@ -48,6 +52,7 @@ class VllmGenerator(EngineLifecycle):
             raise RuntimeError(f"asked to sample at version {sampling.version}, but the engine holds {self.version}")
         self._check_awake()
         self._check_lengths(prompts, sampling.max_new_tokens)
+        self.host.wake()
         by_prompt = self.host.generate(make_requests(prompts, sampling), make_sampling_params(self.encoder, sampling))
         rows = [row for responses in by_prompt for row in responses]
         self._check_responses(rows)

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from mtrl.models.state_dicts import weight_forms
 from mtrl.protocols import Clip
+from mtrl.rollout.vllm.cuts import cut_by_sorting
 from mtrl.rollout.vllm.direct_weights import DirectWeights, Unexplained, learn_places
 from mtrl.rollout.vllm.requests import Request, Response
 from mtrl.rollout.vllm.settings import prepare_environment
-from mtrl.rollout.vllm.sleeping_memory import map_before_freeing
+from mtrl.rollout.vllm.sleeping_memory import MEMORY, WEIGHTS, keep_backups
 from mtrl.utils.errors import RunError, StartError
 
 logger = logging.getLogger(__name__)
@@ -37,12 +38,13 @@ class VllmInProcess:
         with preserve_torch_threads(), preserve_compile_settings():
             from vllm import LLM
 
+            cut_by_sorting()
             try:
                 self.llm = LLM(**arguments)
             except Exception as error:
                 raise StartError(f"vLLM does not start: {first_line(error)}") from error
-        if self.sleeps and torch.cuda.is_available():
-            map_before_freeing()
+        self._asleep: set[str] = set()  # parts of its memory
+        self._backups = keep_backups() if self.sleeps and torch.cuda.is_available() else None
         self.max_length: int = self.llm.llm_engine.model_config.max_model_len
         self._update: Callable[[Mapping[str, Tensor]], None] | None = None  # chosen when the first weights are given
 
@@ -78,6 +80,8 @@ class VllmInProcess:
     @torch.no_grad()
     def load(self, label: str, tensors: Mapping[str, Tensor]) -> None:
         """Copies them straight to their places, where these are known, else by the engine's own loader."""
+        if self._backups is not None:
+            self._backups.are_current = False
         try:
             if self._update is None:
                 self._update = self._choose_update(tensors)
@@ -108,14 +112,16 @@ class VllmInProcess:
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
 
-    def wake(self) -> None:
-        if self.sleeps:
-            self.llm.wake_up()
+    def wake(self, to_load: bool = False) -> None:
+        if wanted := self._asleep & ({WEIGHTS} if to_load else MEMORY):
+            self.llm.wake_up(sorted(wanted))
+            self._asleep -= wanted
 
     def sleep(self) -> None:
         """The weights stay in CPU memory."""
-        if self.sleeps:
+        if self.sleeps and self._asleep != MEMORY:
             self.llm.sleep(level=1)
+            self._asleep = set(MEMORY)
 
     def close(self) -> None:
         self._update = None  # it knows tensors of the engine

@@ -53,9 +53,9 @@ class VllmProcess:
         self._call("load", *weights)
         self._loaded = weights
 
-    def wake(self) -> None:
-        if self.sleeps and not self._awake:
-            self._call("wake")
+    def wake(self, to_load: bool = False) -> None:
+        if self.sleeps:
+            self._call("wake", to_load)
         self._awake = True
 
     def sleep(self) -> None:

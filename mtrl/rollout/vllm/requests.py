@@ -40,7 +40,7 @@ class Response:
 
 class Host(Protocol):
     """An engine that runs somewhere. It raises RunError with one line. If it `sleeps`, it frees its device memory in
-    `sleep` and must be woken before any other call."""
+    `sleep`, and must be woken before `generate` and `load`."""
 
     sleeps: bool
     max_length: int  # tokens of a prompt and its response together
@@ -51,7 +51,8 @@ class Host(Protocol):
     def load(self, label: str, tensors: Mapping[str, Tensor]) -> None:
         """Loads the weights and empties all caches. The tensors are not read after it returns."""
 
-    def wake(self) -> None: ...
+    def wake(self, to_load: bool = False) -> None:
+        """Takes its device memory, or only what `load` needs; nothing if it has it."""
 
     def sleep(self) -> None: ...
 

@@ -1,10 +1,61 @@
-"""Memory of a vLLM engine that sleeps when it is closed."""
+"""The memory of a vLLM engine that sleeps."""
 
 from __future__ import annotations
 
+from typing import Any
 
-def map_before_freeing() -> None:
-    """Lets sleeping memory be freed; call it once an engine with `enable_sleep_mode` has started.
+WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's tags of its memory
+MEMORY = frozenset({WEIGHTS, CACHE})
+
+
+def keep_backups() -> Backups | None:
+    """Call it once an engine with `enable_sleep_mode` has started; None if engine_kwargs has chosen another backend for
+    sleep."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    allocator = CuMemAllocator.instance
+    if allocator is None:
+        return None
+    map_before_freeing(allocator)
+    return Backups(allocator)
+
+
+class Backups:
+    """The weights of a sleeping engine in CPU memory, kept there while it is awake.
+
+    Why: vLLM (0.32) copies its weights to CPU memory whenever it falls asleep, and forgets the copy when it wakes. Of
+    the two naps in a step, only the one after new weights has something to copy.
+    """
+
+    def __init__(self, allocator: Any) -> None:
+        self.allocator, self.are_current = allocator, True
+        self._copies: dict[int, Any] = {}  # by address
+        self._wake_up, self._sleep = allocator.wake_up, allocator.sleep
+        allocator.wake_up, allocator.sleep = self.wake_up, self.sleep
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        for place, block in self._weights().items():
+            if block.is_asleep:
+                self._copies[place] = block.cpu_backup_tensor
+        self._wake_up(tags)
+
+    def sleep(self, offload_tags: tuple[str, ...]) -> None:
+        weights = self._weights()
+        if self.are_current and self._copies.keys() == weights.keys():
+            self._sleep(tuple(tag for tag in offload_tags if tag != WEIGHTS))
+            for place, block in weights.items():
+                block.cpu_backup_tensor = self._copies[place]
+        else:
+            self._copies.clear()  # the new ones take their memory
+            self._sleep(offload_tags)
+            self.are_current = True
+
+    def _weights(self) -> dict[int, Any]:
+        return {place: block for place, block in self.allocator.pointer_to_data.items() if block.tag == WEIGHTS}
+
+
+def map_before_freeing(allocator: Any) -> None:
+    """Lets sleeping memory be freed.
 
     Why: vLLM (0.32) unmaps memory when the engine falls asleep, and once more when it is freed, which the driver
     refuses ("CUDA Error: invalid argument at cumem_allocator.cpp"). Runs close an engine that sleeps. To wake it first
@@ -13,9 +64,6 @@ def map_before_freeing() -> None:
     """
     from vllm.device_allocator import cumem
 
-    allocator = cumem.CuMemAllocator.instance
-    if allocator is None:  # engine_kwargs has chosen another backend for sleep
-        return
     free = cumem.CuMemAllocator._python_free_callback
 
     def map_and_free(address: int) -> cumem.HandleType:
