@@ -75,6 +75,7 @@ for name, host in HOSTS.items():  # `make test-vllm`
     ENGINES[name], FRESH_ENGINES[name] = partial(vllm_engine, host), partial(vllm_engine, host, may_change=True)
 ALL = [pytest.param(name, marks=pytest.mark.slow if name.startswith("vllm_") else ()) for name in ENGINES]
 TOLERANCE = 1e-4 if INSTALLED else 3e-5  # nats; vLLM and the convolutions of some CPUs sum in another order
+CUT_TOLERANCE, OUTSIDE = None, 0.0  # of vLLM on a GPU: nats, and the share of tokens outside the cut
 NONE = torch.zeros(0, dtype=torch.long)
 GREEDY = Sampling(temperature=0, max_new_tokens=12)
 SAMPLED = Sampling(n=3, max_new_tokens=12)
@@ -190,7 +191,7 @@ def test_rollout_logprobs_equal_the_trainers(family, encoder, engine, temperatur
 def test_rollout_logprobs_after_a_cut_equal_the_trainers_on_the_support(family, encoder, engine, cut):
     rollouts = engine.generate(prompts_for(family), replace(SAMPLED, temperature=0.7, **cut))
     found = Forward(shared_backbone(family), encoder, 0.7, **cut).signals(rollouts, Needs("old_logprobs", "support"))
-    close((found.old_logprobs - found.support).where(rollouts.mask, 0.0), rollouts.rollout_logprobs)
+    close((found.old_logprobs - found.support).where(rollouts.mask, 0.0), rollouts.rollout_logprobs, atol=CUT_TOLERANCE)
     assert (found.old_logprobs - rollouts.rollout_logprobs).abs().max() > 0.05, "the whole distribution is another one"
 
 
@@ -204,7 +205,9 @@ def test_first_tokens_follow_the_distribution(family, engine, cut):
         full = plain_log_probs(family, prompt, torch.zeros(1, dtype=torch.long), temperature=0.7)[0].exp().double()
     expected = cut_by_hand(full, **cut)
     drawn = rollouts.tokens[:, 0]
-    close(rollouts.rollout_logprobs[:, 0], expected.log()[drawn].float(), atol=1e-4)
+    inside = expected[drawn] > 0
+    assert inside.double().mean() >= 1 - OUTSIDE
+    close(rollouts.rollout_logprobs[inside, 0], expected.log()[drawn[inside]].float(), atol=CUT_TOLERANCE or 1e-4)
     seen = torch.bincount(drawn, minlength=len(expected)).double()
     common = count * expected >= 5
     seen = torch.cat([seen[common], seen[~common].sum()[None]])

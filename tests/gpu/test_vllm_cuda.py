@@ -52,6 +52,9 @@ def on_cuda():
         patch.setenv("TRITON_F32_DEFAULT", "ieee")
         for module in (suite, test_weights):
             patch.setattr(module, "TOLERANCE", TOLERANCE)
+        # vLLM's top-p on a GPU leaves a few tokens more or less, of up to 0.3% of the probability
+        patch.setattr(suite, "CUT_TOLERANCE", 0.01)
+        patch.setattr(suite, "OUTSIDE", 0.01)
         yield
     end_in_process()
     if child_process.cache_info().currsize:

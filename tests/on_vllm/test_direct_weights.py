@@ -84,7 +84,7 @@ def worker_of(host):
 
 
 def is_direct(host):
-    return isinstance(host._update.__self__, DirectWeights)
+    return isinstance(host._direct, DirectWeights)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"] if ON_GPU else ["cpu"])
@@ -138,7 +138,7 @@ class MadeOnAccess(GivenWeights):
 def test_each_weight_is_read_once_and_none_is_kept(case):
     """Also by the first load, in which the places are learnt."""
     host, family, folder = case
-    host._update = None
+    host._direct, host._knows_places = None, False
     for _ in range(2):
         weights = MadeOnAccess(changed(family, folder, 5))
         host.load("5", weights)
@@ -176,7 +176,7 @@ def test_packed_weights_go_through_the_loader(unpacked, monkeypatch, noticed):
     for version in (1, 2):
         engine.load(Weights(version, exported_weights(plain_model("qwen2_5_vl"))))
         after = engine.generate(prompts_for("qwen2_5_vl"), Sampling(temperature=0, max_new_tokens=12, version=version))
-        assert host._update == host._reload and torch.equal(before.tokens, after.tokens)
+        assert not is_direct(host) and torch.equal(before.tokens, after.tokens)
     host.close()
     (said,) = noticed()
     assert "takes longer" in said and "blocks.0.attn.qkv.weight cannot be loaded in place" in said
@@ -204,7 +204,7 @@ def test_weights_that_are_processed_go_through_the_loader(unpacked, monkeypatch,
     host, weights = VllmInProcess(*arguments("qwen2")), exported_weights(plain_model("qwen2"))
     started = parameters(host)
     host.load("1", weights)
-    assert host._update == host._reload
+    assert host._knows_places and not is_direct(host)
     assert all(torch.equal(started[name], now) for name, now in parameters(host).items()), "they arrive all the same"
     host.close()
     (said,) = noticed()

@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from mtrl.models.state_dicts import weight_forms
 from mtrl.protocols import Clip
-from mtrl.rollout.vllm.cuts import cut_by_sorting
 from mtrl.rollout.vllm.direct_weights import DirectWeights, Unexplained, learn_places
 from mtrl.rollout.vllm.requests import Request, Response
 from mtrl.rollout.vllm.settings import prepare_environment
@@ -38,7 +37,6 @@ class VllmInProcess:
         with preserve_torch_threads(), preserve_compile_settings():
             from vllm import LLM
 
-            cut_by_sorting()
             try:
                 self.llm = LLM(**arguments)
             except Exception as error:
@@ -46,7 +44,8 @@ class VllmInProcess:
         self._asleep: set[str] = set()  # parts of its memory
         self._backups = keep_backups() if self.sleeps and torch.cuda.is_available() else None
         self.max_length: int = self.llm.llm_engine.model_config.max_model_len
-        self._update: Callable[[Mapping[str, Tensor]], None] | None = None  # chosen when the first weights are given
+        self._direct: DirectWeights | None = None  # where weights go, known from the first ones on
+        self._knows_places = False
 
     def generate(self, requests: Sequence[Request], params: Mapping[str, Any]) -> list[list[Response]]:
         from vllm import SamplingParams
@@ -83,23 +82,26 @@ class VllmInProcess:
         if self._backups is not None:
             self._backups.are_current = False
         try:
-            if self._update is None:
-                self._update = self._choose_update(tensors)
-            self._update(tensors)
+            if not self._knows_places:
+                self._direct, self._knows_places = self._learn_places(tensors), True
+            if self._direct is None:
+                self._reload(tensors)
+            else:
+                self._direct.update(tensors)
             self._reset_caches()
             self.llm.update_weight_version(label)
         except Exception as error:
             raise RunError(f"vLLM did not accept the new weights: {first_line(error)}") from error
 
-    def _choose_update(self, tensors: Mapping[str, Tensor]) -> Callable[[Mapping[str, Tensor]], None]:
+    def _learn_places(self, tensors: Mapping[str, Tensor]) -> DirectWeights | None:
         try:
             direct: DirectWeights = self.llm.collective_rpc(learn_places, args=(weight_forms(tensors),))[0]
+            return direct
         except Unexplained as reason:
             expected = not torch.cuda.is_available()  # the CPU build packs weights for its kernels
             message = "new weights go through vLLM's loader, which takes longer than copying them: %s"
             logger.log(logging.INFO if expected else logging.WARNING, message, reason)
-            return self._reload
-        return direct.update
+            return None
 
     def _reload(self, tensors: Mapping[str, Tensor]) -> None:
         """By the engine's own loader, which maps the names of a Hugging Face checkpoint."""
@@ -113,7 +115,8 @@ class VllmInProcess:
         self.llm.llm_engine.reset_encoder_cache()
 
     def wake(self, to_load: bool = False) -> None:
-        if wanted := self._asleep & ({WEIGHTS} if to_load else MEMORY):
+        alone = to_load and self._direct is not None  # vLLM's loader may touch all memory
+        if wanted := self._asleep & ({WEIGHTS} if alone else MEMORY):
             self.llm.wake_up(sorted(wanted))
             self._asleep -= wanted
 
@@ -124,7 +127,7 @@ class VllmInProcess:
             self._asleep = set(MEMORY)
 
     def close(self) -> None:
-        self._update = None  # it knows tensors of the engine
+        self._direct = None  # it knows tensors of the engine
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()

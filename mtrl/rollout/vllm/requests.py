@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from mtrl.utils.seeding import rng_for
 
 SEEDS = 2**62  # vLLM adds the sample number to the seed, and the sum must fit into 64 bits
 LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this, and only logs it
-NEVER_SAMPLED = -1e9  # a logit; JSON has no infinity
+NEVER_SAMPLED = -math.inf  # a logit; vLLM's top-k on a GPU searches between the lowest and the highest finite one
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ RESPONSE_SECONDS = 3600.0  # a batch of long responses
 CONCURRENT_REQUESTS = 64
 MAX_RESPONSES = 64  # per request: servers reject more than --max-num-seqs, which is at least 128 by default
 ROUNDING = 1e-4
+LOWEST_BIAS = -1e9  # for tokens that are never sampled: JSON has no infinity
 TOKENS = "/inference/v1/generate"
 DEVELOPMENT = "VLLM_SERVER_DEV_MODE=1"
 TRUSTED_NETWORK = "MTRL_TRUSTED_NETWORK"  # environment variable: other machines may reach such a server
@@ -100,7 +101,7 @@ class VllmServer:
             return [[response for _ in parts for response in next(results)] for parts in split]
 
     def _generate(self, request: Request, params: Mapping[str, Any]) -> list[Response]:
-        bias = params["logit_bias"] and {str(token): value for token, value in params["logit_bias"].items()}
+        bias = params["logit_bias"] and {str(token): LOWEST_BIAS for token in params["logit_bias"]}
         body: dict[str, Any] = {
             "model": self.name,
             "token_ids": request.ids,
