@@ -407,6 +407,7 @@ class TrainBatch:
     returns: Tensor | None = None  # [N, T] targets of the critic
     values: Tensor | None = None  # [N, T] its values before this step's updates
     signals: Mapping[str, Tensor] = field(default_factory=dict)  # [N, T] by name: those that loss terms read
+    step: int | None = None  # keys the views that loss terms read
 
     def __len__(self) -> int:
         return len(self.rollouts)

@@ -59,6 +59,7 @@ def assemble(plan: BatchPlan, loss: Loss, experience: Experience, key: tuple[int
                 returns=None if experience.returns is None else experience.returns[rows],
                 values=None if signals.values is None else signals.values[rows],
                 signals={name: values[rows] for name, values in streams.items()},
+                step=key[1],
             )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -113,11 +115,17 @@ class LossTerm(ABC):
         """The signals that the term reads, one number per token each; subclasses set a class attribute."""
         return Needs()
 
+    @property
+    def live_needs(self) -> Needs:
+        """Quantities of other views, such as `logprobs@none`, which each pass of the update computes anew, with
+        gradients through both views; subclasses set a class attribute."""
+        return Needs()
+
     @abstractmethod
     def term(self, logp: Tensor, signals: Mapping[str, Tensor]) -> Tensor:
         """[N, T], with gradients through the current policy's log-probs `logp` [N, T]. `signals` are those of `needs`,
-        measured before the updates of the step, and `visual` [N, 1] bool, the responses that saw an image. Off the mask
-        anything may be there."""
+        measured before the updates of the step, those of `live_needs`, with gradients, and `visual` [N, 1] bool, the
+        responses that saw an image. Off the mask anything may be there."""
 
     @property
     def name(self) -> str:
@@ -137,6 +145,10 @@ class Loss:
     terms: tuple[LossTerm, ...] = ()
 
     @property
+    def live_needs(self) -> Needs:
+        return reduce(Needs.__or__, (term.live_needs for term in self.terms), Needs())
+
+    @property
     def full_divergence(self) -> bool:
         """Whether a term needs the full vocabulary of policy and reference."""
         return self.divergence == "full" and self.divergence_coef != 0
@@ -149,12 +161,17 @@ class Loss:
 
 
 def total_loss(
-    logp: Tensor, batch: TrainBatch, loss: Loss, full_kl: Tensor | None = None
+    logp: Tensor,
+    batch: TrainBatch,
+    loss: Loss,
+    full_kl: Tensor | None = None,
+    live: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of these rows with gradients, and metrics; both add up over the slices of an optimizer step.
 
     `logp` [N, T] are the current policy's log-probs; off the mask they may hold anything. `full_kl` [N, T] is the
-    divergence from the reference over the vocabulary, with gradients, if it is a term of the loss.
+    divergence from the reference over the vocabulary, with gradients, if it is a term of the loss. `live` are the
+    `live_needs` of the loss.
     """
     mask, weights, sampled = batch.rollouts.mask, batch.weights, batch.rollouts.rollout_logprobs
     logp = logp.where(mask, 0.0)  # no gradient off the mask, whatever is there
@@ -190,7 +207,7 @@ def total_loss(
         total = total + loss.entropy_penalty_coef * surprise
         metrics["entropy_penalty"] = surprise
     for each in loss.terms:
-        value = weighted_sum(weights.token, _compute_term(each, logp, batch.signals))
+        value = weighted_sum(weights.token, _compute_term(each, logp, {**batch.signals, **live}))
         total = total + value
         metrics[f"{each.name}_loss"] = value
     return total, {name: value.detach() for name, value in metrics.items()}

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 CHUNK_POSITIONS = 512
+FORBIDDEN = -1e30  # a log-prob whose differences are 0, not NaN as those of -inf
 Fuse = Callable[[Callable[..., Any]], Callable[..., Any]]  # returns the function, or the same compiled
 
 
@@ -72,31 +75,40 @@ def full_kl(
     return kl
 
 
-@torch.no_grad()
 def compare_distributions(
     hidden: Tensor,
     other_hidden: Tensor,
     weight: Tensor,
-    divergences: Sequence[str],
+    quantities: Sequence[str],
     *,
     temperature: float = 1.0,
     forbidden: Tensor | None = None,
     chunk: int = CHUNK_POSITIONS,
 ) -> dict[str, Tensor]:
-    """[M] each by name, of DIVERGENCES: how far q (from `other_hidden`) is from p over the vocabulary. It holds up to
-    five float32 buffers of chunk * vocabulary."""
+    """[M] each by name, of COMPARED: how far q (from `other_hidden`) is from p over the vocabulary, and its entropy. It
+    holds up to five float32 buffers of chunk * vocabulary. With gradients, through both, a chunk is computed again in
+    the backward pass, and holds twice as much."""
     forbidden, weight = _at(hidden, forbidden), weight.to(hidden.dtype)
-    found = {name: hidden.new_empty(len(hidden), dtype=_wide(hidden)) for name in divergences}
-    for rows in _chunks(len(hidden), chunk):
-        pair = [_logits(each[rows], weight, temperature, forbidden).log_softmax(-1) for each in (hidden, other_hidden)]
-        for name, values in found.items():
-            values[rows] = DIVERGENCES[name](*pair).clamp_(min=0.0)  # rounding may leave less
-    return found
+
+    def compare(hidden: Tensor, other_hidden: Tensor, weight: Tensor) -> list[Tensor]:
+        pair = [_finite_log_probs(each, weight, temperature, forbidden) for each in (hidden, other_hidden)]
+        return [COMPARED[name](*pair).clamp(min=0.0) for name in quantities]  # rounding may leave less
+
+    measure = partial(checkpoint, compare, use_reentrant=False) if torch.is_grad_enabled() else compare
+    chunks = _chunks(len(hidden), chunk) or [slice(0, 0)]  # a rank may have no token
+    parts = [measure(hidden[rows], other_hidden[rows], weight) for rows in chunks]
+    return {name: torch.cat(values) for name, values in zip(quantities, zip(*parts, strict=True), strict=True)}
+
+
+def _finite_log_probs(hidden: Tensor, weight: Tensor, temperature: float, forbidden: Tensor | None) -> Tensor:
+    """A forbidden token is far below all others on both sides, and adds nothing to values and gradients."""
+    log_probs = _logits(hidden, weight, temperature, forbidden).log_softmax(-1)
+    return log_probs if forbidden is None else log_probs.clamp(min=FORBIDDEN)
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """A forbidden token is at -inf on both sides and contributes nothing."""
-    return log_p.exp().mul_((log_p - log_q).nan_to_num_(nan=0.0)).sum(-1)
+    p, gap = log_p.exp(), log_p - log_q
+    return (p * gap if p.requires_grad else p.mul_(gap)).sum(-1)
 
 
 def _jsd(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -104,11 +116,16 @@ def _jsd(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (_kl(log_p, middle) + _kl(log_q, middle)) / 2
 
 
-# Functions of two log-probs [C, V]: KL(p || q), KL(q || p), and the Jensen-Shannon divergence, in nats.
-DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+def _entropy(log_p: Tensor) -> Tensor:
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+# Functions of two log-probs [C, V], in nats: KL(p || q), KL(q || p), the Jensen-Shannon divergence, the entropy of q.
+COMPARED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "kl": _kl,
     "reverse_kl": lambda log_p, log_q: _kl(log_q, log_p),
     "jsd": _jsd,
+    "entropy": lambda _, log_q: _entropy(log_q),
 }
 
 

@@ -111,6 +111,8 @@ def run(arguments: Sequence[str]) -> int:
         print(memory_report(estimated, device, on_ranks=plan.split is not None))
         if views := plan.limits.probe_needs.other_views:
             print(f"    probes read each response {1 + len(views)} times, with the views: original, {', '.join(views)}")
+        if views := plan.limits.live_needs.other_views:
+            print(f"    updates read it {1 + len(views)} times, with gradients: original, {', '.join(views)}")
         if tokens := plan.limits.update.tokens:
             print(f"    in passes of at most {tokens:,} tokens")
         if device.is_gpu and plan.checkpointing == "auto":

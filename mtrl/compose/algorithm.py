@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from mtrl.algorithms.credit.rule import DecodeTokens
 from mtrl.algorithms.divergence import Divergence
 from mtrl.algorithms.filtering import GroupFilter
 from mtrl.algorithms.loss_terms import LOSS_TERMS
-from mtrl.algorithms.losses import POLICY_LOSSES, Loss, PolicyLoss
+from mtrl.algorithms.losses import POLICY_LOSSES, Loss, LossTerm, PolicyLoss
 from mtrl.algorithms.replay import ReplayRule
 from mtrl.algorithms.value_loss import ValueLoss
 from mtrl.config import Config, ConfigError
@@ -64,7 +64,7 @@ def make_algorithm(
     optimization = config.optimization
     credit, divergence, estimator = make_credit_rules(config), make_divergence(config), make_estimator(config)
     rewards, signals = tuple(rewards), Needs(custom=make_signals(config))
-    terms = tuple(make_named(LOSS_TERMS, "optimization.loss_terms", each) for each in optimization.loss_terms)
+    terms = make_loss_terms(config)
     readers = [*(rule.needs for rule in credit), *(term.needs for term in terms), *rewards, trackers]
     readers += [estimator.needs, signals]
     if divergence is not None:
@@ -106,6 +106,11 @@ def make_algorithm(
         off_policy_steps=config.worker.rollout.off_policy_steps,
         maps_per_step=config.training.record_rollouts_per_step if config.training.record_attention_maps else 0,
     )
+
+
+def make_loss_terms(config: Config) -> tuple[LossTerm, ...]:
+    terms = config.optimization.loss_terms
+    return tuple(make_named(LOSS_TERMS, "optimization.loss_terms", each) for each in terms)
 
 
 def critic_warmup_steps(config: Config) -> int:
@@ -271,8 +276,9 @@ def offloads_params(config: Config) -> bool:
 
 def make_update_batching(config: Config, on_gpu: bool, share_prefix: bool) -> MicroBatching:
     """How an update is split into micro-batches: by tokens, or by rows without `dynamic_batching`."""
-    rows = config.worker.actor.micro_batch_size_per_device_for_update
-    return make_micro_batching(config, rows, GPU_TOKENS_PER_MICRO_BATCH if on_gpu else 0, share_prefix)
+    rows, live = config.worker.actor.micro_batch_size_per_device_for_update, Loss(terms=make_loss_terms(config))
+    batching = make_micro_batching(config, rows, GPU_TOKENS_PER_MICRO_BATCH if on_gpu else 0, share_prefix)
+    return replace(batching, views=live.live_needs.views)
 
 
 def make_probe_batching(config: Config, on_gpu: bool, share_prefix: bool) -> MicroBatching:

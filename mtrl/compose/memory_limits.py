@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 import torch
 
+from mtrl.algorithms.losses import Loss
 from mtrl.compose import algorithm
 from mtrl.compose.critic_worker import critic_path
 from mtrl.config import Config
@@ -42,6 +43,7 @@ def make_limits(config: Config, needs: Needs, on_gpu: bool, share_prefix: bool) 
         probe=algorithm.make_probe_batching(config, on_gpu, share_prefix),
         needs=needs | periodic_attention_needs(config),
         full_divergence=divergence is not None and divergence.in_update,
+        live_needs=Loss(terms=algorithm.make_loss_terms(config)).live_needs,
     )
 
 

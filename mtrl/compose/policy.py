@@ -41,7 +41,7 @@ from mtrl.rollout.decode.engine import explain_unsupported_model, make_fastest_g
 from mtrl.rollout.lifecycle import EngineLifecycle
 from mtrl.training.algorithm_spec import AlgorithmSpec
 from mtrl.training.resume import check_undamaged
-from mtrl.types import VIEWS
+from mtrl.types import OF_A_VIEW, VIEWS
 from mtrl.utils.embedded_models import MODELS, NOT_INSTALLED, current_path, is_not_installed
 from mtrl.utils.errors import StartError
 from mtrl.utils.plugin_registry import Registry
@@ -288,11 +288,17 @@ def load_options(config: Config, device: str | None = None) -> dict[str, Any]:
 
 def check_signals_available(config: Config, spec: AlgorithmSpec, can_read_attention: bool) -> None:
     """Raise before the first step if a signal is needed that cannot be measured."""
-    for name in spec.needs.other_views:
+    live = spec.loss.live_needs
+    for name in (*spec.needs.other_views, *live.other_views):
         try:
             View.parse(name)
         except ValueError as error:
-            raise ConfigError([f"optimization.credit, optimization.signals: {error}"]) from error
+            raise ConfigError([f"optimization.credit, signals, loss_terms: {error}"]) from error
+    if wrong := sorted(live.names - {f"{each}@{view}" for view in live.other_views for each in OF_A_VIEW}):
+        raise ConfigError([
+            f"optimization.loss_terms: {wrong[0]} cannot be computed in an update; there are {', '.join(OF_A_VIEW)}, "
+            "each @ a view"
+        ])  # fmt: skip
     if unknown := spec.needs.unknown:
         reader, known = _name_readers(spec, unknown[0]), ", ".join(VIEWS)
         message = f"{reader} needs the signal {unknown[0]}, which nothing measures; there are {known}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -19,7 +19,7 @@ from mtrl.algorithms.signals import ATTENTION
 from mtrl.algorithms.vocab import full_kl
 from mtrl.memory.decode_footprint import Batch
 from mtrl.memory.live_tensors import LiveTensors
-from mtrl.models.forward import Forward, unpack
+from mtrl.models.forward import Forward, Media, PreparedPass, unpack
 from mtrl.models.parallel.fsdp import local_tensor, run_forward
 from mtrl.protocols import Generator, PromptEncoder
 from mtrl.rollout.decode.engine import ROWS_PER_SLOT
@@ -54,6 +54,7 @@ class Limits:
     probe: MicroBatching
     needs: Needs
     full_divergence: bool = False  # whether the update reads the reference's whole vocabulary
+    live_needs: Needs = field(default_factory=Needs)  # of the update: the other views that it reads, with gradients
     encodes_ahead: bool = False  # whether an update encodes the images of the next pass before a backward pass
 
     @property
@@ -118,6 +119,11 @@ def longest_rollouts(encoder: PromptEncoder, limits: Limits, prompts: int) -> Ro
     )
 
 
+def show_originals(rollouts: Rollouts, needs: Needs) -> list[Media]:
+    """The original images as stand-ins for every other view, which has as many tokens."""
+    return [[prompt.media for prompt in rollouts.prompts] for _ in needs.other_views]
+
+
 def half_pass_tokens(limits: Limits, encoder: PromptEncoder, phase: str) -> int | None:
     """Half the tokens of the largest pass of a phase; None if the phase has no pass that can be cut."""
     if phase not in ("probe", "update", "critic"):
@@ -148,7 +154,7 @@ class MemoryPreflight:
         if not (self.forward.backbone.uses_own_attention and part.visual.any()):
             needs = needs.without(*ATTENTION)
         if needs:
-            views = {name: [prompt.media for prompt in part.prompts] for name in needs.other_views}
+            views = dict(zip(needs.other_views, show_originals(part, needs), strict=True))
             with torch.no_grad():
                 run_forward(self.forward.backbone.model, lambda: self.forward.signals(part, needs, views))
 
@@ -161,7 +167,7 @@ class MemoryPreflight:
     def learn(self, part: Rollouts, following: Rollouts | None = None) -> None:
         """A pass of an update. The images of the `following` one are encoded before the backward pass."""
         total, *_held = run_forward(self.forward.backbone.model, lambda: self._loss(part))
-        _ahead = None if following is None else self.forward.prepare(following)
+        _ahead = None if following is None else self._prepare(following)
         total.backward()
 
     def passes(self) -> list[tuple[Rollouts, Rollouts | None]]:
@@ -177,13 +183,17 @@ class MemoryPreflight:
         if self.limits.full_divergence:
             with torch.no_grad():
                 reference = self.forward.response_hidden(part)
-        hidden = self.forward.response_hidden(part)
+        hidden, *others = self.forward.view_states(part, prepared=self._prepare(part))
         values = [self.forward.score_tokens(hidden, part, entropy="old_logprobs" not in self.limits.needs).logp]
         if reference is not None:
             matrix = self.forward.backbone.output_matrix
             values.append(full_kl(hidden, reference, matrix, **self.forward.distribution()))
+        values += self.forward.compare_views(hidden, others, part, self.limits.live_needs).values()
         total = torch.stack([unpack(each, part.mask).sum() for each in values]).sum()
-        return (total, hidden, *values, *(() if reference is None else (reference,)))
+        return (total, hidden, *others, *values, *(() if reference is None else (reference,)))
+
+    def _prepare(self, part: Rollouts) -> PreparedPass:
+        return self.forward.prepare(part, show_originals(part, self.limits.live_needs))
 
     def update(self) -> None:
         for part, following in self.passes():

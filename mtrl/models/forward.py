@@ -26,7 +26,6 @@ from mtrl.algorithms.signals import (
 )
 from mtrl.algorithms.vocab import (
     CHUNK_POSITIONS,
-    DIVERGENCES,
     TokenScores,
     compare_distributions,
     full_kl,
@@ -134,8 +133,7 @@ class Forward:
         hidden = dict(zip(needs.other_views, others, strict=True))
         scored = self._score_views(original, hidden, rollouts, needs) if needs.without(*ATTENTION) else {}
         measured = self._measure_custom(original, hidden, rollouts, needs.custom)
-        for view, states_of_view in hidden.items():
-            measured |= self._compare_view(original, states_of_view, rollouts, needs.of_view(view), view)
+        measured |= self.compare_views(original, others, rollouts, needs)
         scored |= {name: self.gather_tokens(values, rollouts) for name, values in similar.items()}
         if routing is not None:
             scored["routing_mismatch"] = self.gather_mismatch(routing, rollouts)
@@ -181,19 +179,31 @@ class Forward:
                 signals["dependency"] = self.gather_tokens(kl, rollouts)
         return signals
 
-    def _compare_view(
-        self, original: Tensor, other: Tensor, rollouts: Rollouts, quantities: Sequence[str], view: str
+    def compare_views(
+        self, original: Tensor, others: Sequence[Tensor], rollouts: Rollouts, needs: Needs
     ) -> dict[str, Tensor]:
-        """[M] on the device by name: the needed ones of `OF_A_VIEW`."""
+        """[M] on the device by name, with gradients where they are on: the needed ones of `OF_A_VIEW`, from the states
+        of `needs.other_views`."""
         found: dict[str, Tensor | None] = {}
-        if {"logprobs", "entropy"} & {*quantities}:
-            scores = self.score_tokens(other, rollouts, entropy="entropy" in quantities)
+        for view, other in zip(needs.other_views, others, strict=True):
+            quantities = needs.of_view(view)
+            values = self._compare_view(original, other, rollouts, quantities)
+            found |= {f"{name}@{view}": values[name] for name in quantities}
+        return {name: values for name, values in found.items() if values is not None}
+
+    def _compare_view(
+        self, original: Tensor, other: Tensor, rollouts: Rollouts, quantities: Sequence[str]
+    ) -> dict[str, Tensor | None]:
+        scored = {"logprobs"} if torch.is_grad_enabled() else {"logprobs", "entropy"}  # entropies without gradients
+        found: dict[str, Tensor | None] = {}
+        if scored & {*quantities}:
+            scores = self.score_tokens(other, rollouts, entropy="entropy" in scored & {*quantities})
             found |= {"logprobs": scores.logp, "entropy": scores.entropy}
-        if divergences := [each for each in quantities if each in DIVERGENCES]:
+        if compared := [each for each in quantities if each not in scored]:
             matrix, rules = self.backbone.output_matrix, self.distribution()
-            values = compare_distributions(original, other, matrix, divergences, **rules)
+            values = compare_distributions(original, other, matrix, compared, **rules)
             found |= {name: self.gather_tokens(each, rollouts) for name, each in values.items()}
-        return {f"{name}@{view}": each for name in quantities if (each := found[name]) is not None}
+        return found
 
     def _measure_custom(
         self, original: Tensor, others: Mapping[str, Tensor], rollouts: Rollouts, signals: Iterable[Signal]
@@ -233,8 +243,14 @@ class Forward:
     ) -> Tensor:  # fmt: skip
         """[M, H]: for every valid response token, row by row, the hidden state of the position that predicts it; in a
         sequence-parallel group those of this rank's tokens. The pass may have been `prepared`."""
+        return self.view_states(rollouts, routing, prepared)[0]
+
+    def view_states(
+        self, rollouts: Rollouts, routing: RoutingReader | None = None, prepared: PreparedPass | None = None
+    ) -> list[Tensor]:
+        """The `response_hidden` of each view of the prepared pass."""
         prepared = prepared or self.prepare(rollouts)
-        return self._select_predictors(self._last_states(prepared, routing=routing), prepared.layout)[0]
+        return self._select_predictors(self._last_states(prepared, routing=routing), prepared.layout)
 
     def score_tokens(self, hidden: Tensor, rollouts: Rollouts, entropy: bool = False) -> TokenScores:
         """The `scores` of `response_hidden`."""

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from mtrl.algorithms.losses import Loss, total_loss, weighted_sum
 from mtrl.algorithms.signals import ATTENTION
-from mtrl.algorithms.vocab import TokenScores
 from mtrl.models.device_copy import to_device
-from mtrl.models.forward import Forward, PreparedPass, unpack
+from mtrl.models.forward import Forward, Media, PreparedPass, unpack
 from mtrl.models.parallel.fsdp import run_forward, run_frozen_forward
-from mtrl.models.routing import RoutingReader
 from mtrl.models.state_dicts import exported_weights
 from mtrl.models.views import ImageViews
 from mtrl.protocols import Snapshot
@@ -111,11 +109,15 @@ class LocalActor:
         return batching.probe(rollouts, lambda rows: run_forward(self.model, partial(measure, rows)), views)
 
     def _signals(self, rollouts: Rollouts, needs: Needs, step: int | None) -> Callable[[], Signals]:
-        views = {}
-        for name in needs.other_views:
+        return self.forward.start_signals(rollouts, needs, self._show(needs.other_views, rollouts, step))
+
+    def _show(self, names: Iterable[str], rollouts: Rollouts, step: int | None) -> dict[str, Media]:
+        """The media of all prompts under these views."""
+        views: dict[str, Media] = {}
+        for name in names:
             assert step is not None, "a step keys the views"
             views[name] = [self.views.media(name, prompt, step) for prompt in rollouts.prompts]
-        return self.forward.start_signals(rollouts, needs, views)
+        return views
 
     # ------------------------------------------------------------------------------------------------------ updating
     def update(self, batches: Iterable[TrainBatch], loss: Loss) -> dict[str, float]:
@@ -139,20 +141,24 @@ class LocalActor:
         return self._with_reference(work) if loss.full_divergence else work()
 
     def _start_pass(self, batch: TrainBatch, loss: Loss) -> PassLoss:
-        return partial(self._loss, batch, loss, self.forward.prepare(batch.rollouts))
+        views = self._show(loss.live_needs.other_views, batch.rollouts, batch.step)
+        return partial(self._loss, batch, loss, self.forward.prepare(batch.rollouts, [*views.values()]))
 
     def _loss(self, batch: TrainBatch, loss: Loss, prepared: PreparedPass) -> tuple[Tensor, dict[str, Tensor]]:
         """On the device, so that its backward pass is queued without waiting for the forward pass."""
         rollouts, kl = batch.rollouts, None
         fresh = batch.old_logprobs is None  # nothing was probed
         routing = self.forward.make_routing_reader(rollouts) if fresh else None
-        if loss.full_divergence:
-            scores, kl = self._scores_and_divergence(rollouts, prepared, entropy=fresh, routing=routing)
-        else:
-            scores = self.forward.scores(rollouts, entropy=fresh, routing=routing, prepared=prepared)
+        theirs = self._needed_reference.response_hidden(rollouts) if loss.full_divergence else None
+        states, *others = self.forward.view_states(rollouts, routing, prepared)
+        if theirs is not None:
+            kl = self._divergence(states, theirs, rollouts)
+        scores = self.forward.score_tokens(states, rollouts, fresh)
+        compared = self.forward.compare_views(states, others, rollouts, loss.live_needs)
         streams = map_tensors(batch, lambda stream: to_device(stream, self.forward.backbone.device))
         mask, token_weights = rollouts.mask, streams.weights.token
-        total, metrics = total_loss(unpack(scores.logp, mask), streams, loss, kl)
+        live = {name: unpack(values, mask) for name, values in compared.items()}
+        total, metrics = total_loss(unpack(scores.logp, mask), streams, loss, kl, live)
         if routing is not None:
             mismatch = unpack(self.forward.gather_mismatch(routing, rollouts), mask)
             metrics["routing_mismatch"] = weighted_sum(token_weights, mismatch)
@@ -163,16 +169,11 @@ class LocalActor:
             metrics["support_gap_mean"] = weighted_sum(token_weights, (cut - streams.rollouts.rollout_logprobs).abs())
         return total, metrics
 
-    def _scores_and_divergence(
-        self, rollouts: Rollouts, prepared: PreparedPass, entropy: bool, routing: RoutingReader | None
-    ) -> tuple[TokenScores, Tensor]:
-        """The scores and the KL to the reference [N, T] from one pass of the policy. The reference reads the same rows
-        in every pass: storing its hidden states of a whole step would take tokens * H and a pass as well."""
-        reference = self._needed_reference
-        theirs = reference.response_hidden(rollouts)
-        ours = self.forward.response_hidden(rollouts, routing, prepared)
-        kl = reference.divergence(ours, theirs, self.forward, rollouts)
-        return self.forward.score_tokens(ours, rollouts, entropy), unpack(kl, rollouts.mask)
+    def _divergence(self, ours: Tensor, theirs: Tensor, rollouts: Rollouts) -> Tensor:
+        """[N, T]: the KL to the reference. It reads the same rows in every pass: storing its hidden states of a whole
+        step would take tokens * H and a pass as well."""
+        kl = self._needed_reference.divergence(ours, theirs, self.forward, rollouts)
+        return unpack(kl, rollouts.mask)
 
     # -------------------------------------------------------------------------------------------------------- weights
     def publish(self) -> Weights:

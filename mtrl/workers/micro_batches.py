@@ -26,21 +26,23 @@ class MicroBatching:
     at_least: int = 0  # the smallest budget if `tokens` is None
     rows: int | None = None  # rows of a pass, instead of a token budget
     share_prefix: bool = True
+    views: int = 1  # how often every pass reads each prompt and response, unless a call says otherwise
     ranks: Ranks = SINGLE_PROCESS
 
-    def passes(self, rollouts: Rollouts, views: int = 1) -> list[tuple[Tensor, bool]]:
+    def passes(self, rollouts: Rollouts, views: int | None = None) -> list[tuple[Tensor, bool]]:
         """Row indices of each pass, and whether it counts: a rank that has fewer passes makes up with idle ones."""
         own = self.split(rollouts, views)
         shortest = rollouts.mask.sum(1).argmin()[None]
         return [(rows, True) for rows in own] + [(shortest, False)] * (self.ranks.all_reduce_max(len(own)) - len(own))
 
-    def split(self, rollouts: Rollouts, views: int = 1) -> list[Tensor]:
+    def split(self, rollouts: Rollouts, views: int | None = None) -> list[Tensor]:
         """Row indices of each pass, which reads every prompt and response under this many views."""
         if self.rows is not None:
             return list(torch.arange(len(rollouts)).split(self.rows))
         return [row_index(batch) for batch in self._pack(rollouts, views)]
 
-    def _pack(self, rollouts: Rollouts, views: int) -> list[list[Piece]]:
+    def _pack(self, rollouts: Rollouts, views: int | None) -> list[list[Piece]]:
+        views = views or self.views
         response_tokens = views * rollouts.mask.sum(1)
         prompt_tokens = [views * len(prompt.ids) for prompt in rollouts.prompts]
         budget = NO_LIMIT if self.tokens is None else self.tokens
@@ -58,13 +60,13 @@ class MicroBatching:
         tokens = None if self.tokens is None else sp_size * self.tokens
         return replace(self, tokens=tokens, at_least=sp_size * self.at_least)
 
-    def largest(self, rollouts: Rollouts, views: int = 1) -> int:
+    def largest(self, rollouts: Rollouts, views: int | None = None) -> int:
         """The size of the largest pass over these rows, in tokens or rows."""
         if self.rows is not None:
             return min(self.rows, len(rollouts))
         return max(sum(piece.tokens for piece in batch) for batch in self._pack(rollouts, views))
 
-    def first_half(self, rollouts: Rollouts, views: int = 1) -> int | None:
+    def first_half(self, rollouts: Rollouts, views: int | None = None) -> int | None:
         """Half the size of the largest pass over these rows, in tokens or rows, for `within`; None if that would not
         cut them any finer."""
         half = max(1, self.largest(rollouts, views) // 2)

@@ -51,17 +51,17 @@ class FakeForward:
     def gather_mismatch(self, routing, rollouts):
         return (self.experts * rollouts.mask)[rollouts.mask]
 
-    def response_hidden(self, rollouts, routing=None, prepared=None):
+    def view_states(self, rollouts, routing=None, prepared=None):
         self.asked.append("policy")
-        return self.backbone.model.w.expand(int(rollouts.mask.sum()), 1)
+        return [self.backbone.model.w.expand(int(rollouts.mask.sum()), 1)]
 
-    def score_tokens(self, hidden, rollouts, entropy=False):
-        return self.scores(rollouts, entropy)
+    def compare_views(self, original, others, rollouts, needs):
+        return {}
 
-    def prepare(self, rollouts):
+    def prepare(self, rollouts, others=()):
         return None
 
-    def scores(self, rollouts, entropy=False, routing=None, prepared=None):
+    def score_tokens(self, hidden, rollouts, entropy=False):
         self.asked.append(entropy)
         logp = self.backbone.model.w.expand(int(rollouts.mask.sum()))
         support = None if self.support is None else torch.full(logp.shape, self.support)
@@ -181,7 +181,7 @@ def test_entropy_is_measured_by_the_update_where_no_probe_did(measured):
     zeros = torch.zeros(2, 2)
     batch = fake_batch(rollouts, zeros if measured else None, zeros)
     metrics = actor.update([batch], Loss())
-    assert actor.forward.asked == [not measured]
+    assert actor.forward.asked == ["policy", not measured]
     assert ("entropy" in metrics) is not measured
     if not measured:
         assert metrics["entropy"] == pytest.approx(2.0), "the mean over its tokens"

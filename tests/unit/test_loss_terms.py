@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from helpers import close, fake_batch, fake_experience, fake_rollouts, random_cases
+from helpers import close, fake_batch, fake_experience, fake_rollouts, random_cases, slow_but
 from run_helpers import get_run_dir, read_metrics, tiny_arguments
 from tiny_models import checkpoint
 
@@ -34,7 +34,22 @@ def test_papo_by_hand():
     close(found, [[-0.5 * (1 - math.log(2)) + 0.1, -5 + 0.3]])
     text = Papo(gamma=0.5).term(logp, signals | {"visual": torch.tensor([[False]])})
     assert not text.any()
-    assert vars(LOSS_TERMS.make("papo")) == {"gamma": 0.01, "entropy_coef": 0.0}
+    settings = {"gamma": 0.01, "entropy_coef": 0.0, "masked_entropy_coef": 0.0, "both_views": False}
+    assert vars(LOSS_TERMS.make("papo")) == settings
+
+
+def test_papo_with_both_views_by_hand():
+    """The same, with -.2 times the log-prob under the masked image; nothing of it without an image."""
+    logp, masked = torch.tensor([[-1.0, -3.0]]), torch.tensor([[-1 + math.log(2), 0.0]])
+    papo, signals = (
+        Papo(0.5, 0.1, 0.2, both_views=True),
+        {"logprobs@perturbed": masked, "visual": torch.tensor([[True]])},
+    )
+    close(papo.term(logp, signals), [[-0.5 * (1 - math.log(2)) + 0.1 + 0.2 * (1 - math.log(2)), -5 + 0.3]])
+    close(papo.term(logp, signals | {"visual": torch.tensor([[False]])}), [[0.1, 0.3]])
+    assert papo.needs == Needs() and papo.live_needs == Needs("logprobs@perturbed")
+    with pytest.raises(ValueError, match="both_views=true"):
+        Papo(masked_entropy_coef=0.1)
 
 
 @random_cases
@@ -118,6 +133,27 @@ def test_papo_trains(tmp_path):
     assert main(tiny_arguments(tmp_path, *words)) == 0
     rows = read_metrics(get_run_dir(tmp_path))
     assert all(rows[step, False]["actor/papo_loss"] < 0 for step in (1, 2, 3)), "the difference is maximised"
+
+
+@pytest.mark.parametrize("family", slow_but(["qwen3_vl", "qwen2_5_vl", "qwen3_5"], "qwen3_vl"))
+def test_papo_with_both_views_trains(family, tmp_path):
+    words = ("training.max_steps=3", "training.val_freq=-1", f"worker.actor.model.model_path={checkpoint(family)}",
+             "optimization.loss_terms=[{name: papo, gamma: 0.02, both_views: true, masked_entropy_coef: 0.01}]")  # fmt: skip
+    assert main(tiny_arguments(tmp_path, *words)) == 0
+    rows = read_metrics(get_run_dir(tmp_path))
+    assert all(math.isfinite(rows[step, False]["actor/papo_loss"]) for step in (1, 2, 3))
+    assert rows[1, False]["actor/papo_loss"] != rows[2, False]["actor/papo_loss"]
+
+
+@pytest.mark.parametrize(
+    ("needed", "message"),
+    [("logprobs@blue", "there is no view blue"), ("entropy", "entropy cannot be computed in an update")],
+)
+def test_what_an_update_cannot_compute_is_refused(needed, message, tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text(own_source().replace("needs = Needs('entropy@none')", f"live_needs = Needs('{needed}')"))
+    assert main(tiny_arguments(tmp_path, f"optimization.loss_terms=['{file}:Quiet']")) != 0
+    assert message in capsys.readouterr().err
 
 
 def test_an_unknown_term_is_refused(tmp_path, capsys):

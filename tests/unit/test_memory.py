@@ -318,6 +318,25 @@ def test_a_full_divergence_as_a_loss_is_rehearsed():
     assert peaks[True] >= peaks[False] + hidden
 
 
+def test_a_second_view_of_an_update_is_rehearsed():
+    """A pass has twice the tokens, in a budget that counts them all."""
+    term = {"optimization.loss_terms": [{"name": "papo", "both_views": True}]}
+    found = {}
+    for name, overrides in {"one": {}, "two": term}.items():
+        plan = build_memory.make_plan(load_config(None, overrides), on_gpu=False)
+        found[name] = plan.limits.update.views, plan.limits.live_needs.other_views
+    assert found == {"one": (1, ()), "two": (2, ("perturbed",))}
+    forward, peaks = real_forward(checkpoint("qwen2_5_vl"), Plan(LIMITS)), {}
+    for live in (Needs(), Needs("logprobs@perturbed")):
+        passes = MemoryPreflight(forward, forward.encoder, replace(LIMITS, live_needs=live))
+        (part, *_) = passes.updates()
+        forward.backbone.model.zero_grad()
+        with LiveTensors() as tensors:
+            passes.learn(part)
+        peaks[live.views] = tensors.peak
+    assert 1.5 * peaks[1] < peaks[2] < 2.5 * peaks[1]
+
+
 @pytest.mark.parametrize(
     ("overrides", "on"),
     [
