@@ -26,6 +26,10 @@ from mtrl.tracking.streams import EXTRA, MAP_SCALE, MAPS, as_list, pack_response
 from mtrl.types import SEGMENTS, Experience, Prompt
 from mtrl.utils.record_rows import first_rows
 
+OF_SIGNALS = {  # names of streams that are not those of their signals
+    "old": "old_logprobs", "perturbed": "perturbed_logprobs", "reference": "ref_logprobs", "dependency": "dependency",
+    "entropy": "entropy", "values": "values",
+}  # fmt: skip
 STORED_SEGMENTS = SEGMENTS[:4]  # early, middle, late, all; they include the layers of "weight"
 HEAD_CHARS = 120  # characters of a response in lists
 LOSSLESS_PIXELS = 256 * 256  # larger images are stored as JPEG, at a tenth of the size and without visible loss
@@ -138,18 +142,13 @@ class TokenPieces:
 
 # -------------------------------------------------------------------------------------------------------------- values
 def token_streams(it: Experience) -> dict[str, Tensor]:
-    """All per-token values, [N, T] by name; `mass` is [N, T, segments, 2], text before vision. Of users' signals those
-    with one number per token."""
+    """All per-token values, [N, T] by name; `mass` is [N, T, segments, 2], text before vision. Of users' signals and those
+    that single rules read, the ones with one number per token."""
     signals, credit = it.signals, it.credit
     streams: dict[str, Tensor | None] = {
         "ids": it.rollouts.tokens,
         "behaviour": it.rollouts.rollout_logprobs,
-        "old": signals.old_logprobs,
-        "perturbed": signals.perturbed_logprobs,
-        "reference": signals.ref_logprobs,
-        "dependency": signals.dependency,
-        "entropy": signals.entropy,
-        "values": signals.values,
+        **{stream: getattr(signals, name) for stream, name in OF_SIGNALS.items()},
         "group_advantage": it.advantage,
         "mass": None if signals.attention_mass is None else signals.attention_mass[:, :, : len(STORED_SEGMENTS)],
     }
@@ -161,7 +160,8 @@ def token_streams(it: Experience) -> dict[str, Tensor]:
             "trained": credit.trained,
             "weight": credit.response_weight[:, None] * weights,
         }
-    streams |= {f"{EXTRA}{name}": values for name, values in signals.extra.items() if values.ndim == 2}
+    others = {name: values for name, values in vars(signals).items() if name not in OF_SIGNALS.values()} | signals.extra
+    streams |= {f"{EXTRA}{n}": each for n, each in others.items() if isinstance(each, Tensor) and each.ndim == 2}
     return {name: values for name, values in streams.items() if values is not None}
 
 

@@ -137,8 +137,9 @@ def test_papo_trains(tmp_path):
 
 @pytest.mark.parametrize("family", slow_but(["qwen3_vl", "qwen2_5_vl", "qwen3_5"], "qwen3_vl"))
 def test_papo_with_both_views_trains(family, tmp_path):
-    words = ("training.max_steps=3", "training.val_freq=-1", f"worker.actor.model.model_path={checkpoint(family)}",
-             "optimization.loss_terms=[{name: papo, gamma: 0.02, both_views: true, masked_entropy_coef: 0.01}]")  # fmt: skip
+    term = "{name: papo, gamma: 0.02, both_views: true, masked_entropy_coef: 0.01}"
+    words = ("training.max_steps=3", "training.val_freq=-1", f"optimization.loss_terms=[{term}]",
+             f"worker.actor.model.model_path={checkpoint(family)}")  # fmt: skip
     assert main(tiny_arguments(tmp_path, *words)) == 0
     rows = read_metrics(get_run_dir(tmp_path))
     assert all(math.isfinite(rows[step, False]["actor/papo_loss"]) for step in (1, 2, 3))

@@ -21,7 +21,7 @@ from mtrl.embedded.embedded_rows import CONFIG_FILE
 from mtrl.tracking import blocks, record
 from mtrl.tracking.blocks import BlockWriter, DamagedRecord, PartReader, block_parts
 from mtrl.tracking.record import RolloutRecord, TokenPieces
-from mtrl.tracking.streams import pack_response, unpack_response
+from mtrl.tracking.streams import EXTRA, pack_response, unpack_response
 from mtrl.types import AttentionMap, Needs, Signals
 from mtrl.view.rollout_store import image_grids
 
@@ -42,6 +42,17 @@ def test_a_response_with_all_that_is_known_of_its_tokens(tmp_path):
     assert (first["reward"], first["parts"], first["kept"], first["members"]) == (1.5, {"accuracy": 1.0}, 1, [0, 1])
     assert store.response(1, 2)["parts"] == {"accuracy": None} and store.response(1, 1)["tokens"] == 1
     assert store.columns(1)["dependency"].tolist() == [0.125, 0.5, 1.125], "means over the tokens of a response"
+
+
+def test_signals_of_single_rules_are_kept_under_their_names(tmp_path):
+    step = make_step()
+    values = torch.tensor([[0.25, 0.5], [0.0, 0.0], [0.0, 0.75]])
+    extra = {"kl@none": values, "wide": torch.zeros(3, 2, 4)}
+    signals = replace(step.signals, token_similarity=values, entropy_change=-values, extra=extra)
+    streams = recorded(tmp_path, replace(step, signals=signals)).response(1, 0)["streams"]
+    assert streams[f"{EXTRA}token_similarity"] == streams[f"{EXTRA}kl@none"] == [0.25, 0.5]
+    assert streams[f"{EXTRA}entropy_change"] == [-0.25, -0.5] and f"{EXTRA}wide" not in streams
+    assert {name for name in streams if "dependency" in name or "logprobs" in name} == {"dependency"}
 
 
 @pytest.mark.parametrize("earlier", [False, True])
