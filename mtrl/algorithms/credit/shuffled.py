@@ -27,6 +27,9 @@ class Shuffled(Rule):
     def needs(self) -> Needs:
         return self.rule.needs
 
+    def bind_steps(self, total: int) -> Rule:
+        return replace(self, rule=self.rule.bind_steps(total))
+
     def apply(self, experience: Experience, key: Key) -> Tensor | None:
         row, column = shuffled_positions(experience.rollouts.mask, key, self.across)
         return self.rule.apply(replace(experience, signals=take_signals(experience.signals, row, column)), key)
