@@ -225,12 +225,21 @@ def test_pepo_by_hand():
     close(Pepo(1.0, 1.0, False).apply(equal, KEY), [[first, 2 - first]], atol=1e-6)
 
 
+@pytest.mark.parametrize("missing", PEPO_BY_HAND)
+def test_pepo_reads_both_signals(missing):
+    signals = {name: values for name, values in PEPO_BY_HAND.items() if name != missing}
+    with pytest.raises(AssertionError, match="did not measure a signal"):
+        Pepo(schedule=False).apply(make_experience([3], **signals), KEY)
+
+
 def test_pepo_blends_its_weights_in_over_the_run():
     experience, rule = make_experience([3], **PEPO_BY_HAND), make_rule("pepo").bind_steps(8)
     full = Pepo(schedule=False).apply(experience, KEY)
     same(rule.apply(experience, (3, 0)), torch.ones(1, 3))
     for step, share in ((2, 1 / 4), (6, 3 / 4), (8, 1.0), (9, 1.0)):
         close(rule.apply(experience, (3, step)), 1 - share + share * full, atol=1e-6)
+    with pytest.raises(AssertionError, match="bind_steps was not called"):
+        Pepo().apply(experience, KEY)
     bound = make_rule({"name": "shuffled", "rule": "pepo", "across": "rows"}).bind_steps(8)
     close(bound.apply(experience, (3, 4)), (1 + full) / 2, atol=1e-6)
 

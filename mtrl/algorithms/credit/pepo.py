@@ -55,7 +55,7 @@ class Pepo(Weight):
         assert similarity is not None and entropy is not None, "the probe did not measure a signal that the rule needs"
         level = row_min_max(similarity, mask, least=LEAST_RANGE) + row_min_max(entropy, mask, least=LEAST_RANGE)
         gate = 1 + self.alpha * torch.tanh(level - row_mean(level, mask)[:, None])
-        score = (similarity.double() * gate / self.temperature).where(mask, -torch.inf)
+        score = (similarity * gate / self.temperature).where(mask, -torch.inf)
         weights = mask.sum(1, keepdim=True) * score.softmax(1)
         share = self._share(key[1])
         return (1 - share + share * weights).where(rollouts.visual[:, None] & mask, 1.0).float()
