@@ -217,6 +217,7 @@ class Signals:
     entropy_change: Tensor | None = field(default=None, metadata=TWO_VIEWS)  # [N, T] perturbed minus `entropy`
     similarity: Tensor | None = None  # [N, T] cosine of the state before the token to its image's; 0 without an image
     token_similarity: Tensor | None = None  # [N, T] the same of the state at the token
+    layer_similarity: Tensor | None = None  # [N, T] mean cosine to image tokens over all layers; 0 without an image
     ref_logprobs: Tensor | None = None  # [N, T] log-prob under the reference
     divergence: Tensor | None = None  # [N, T] KL to the reference over the whole vocabulary (`full`)
     values: Tensor | None = None  # [N, T] values of the critic

@@ -82,7 +82,7 @@ def make_algorithm(
         ),
         estimator=estimator,
         divergence=divergence,
-        credit=credit if decode is None else tuple(rule.bind_tokenizer(decode) for rule in credit),
+        credit=bind_rules(credit, steps, decode),
         loss=Loss(
             policy=make_policy_loss(config),
             entropy_penalty_coef=optimization.entropy_penalty_coef if optimization.use_entropy_penalty else 0.0,
@@ -111,6 +111,12 @@ def make_algorithm(
 def make_loss_terms(config: Config) -> tuple[LossTerm, ...]:
     terms = config.optimization.loss_terms
     return tuple(make_named(LOSS_TERMS, "optimization.loss_terms", each) for each in terms)
+
+
+def bind_rules(rules: Iterable[Rule], steps: int, decode: DecodeTokens | None) -> tuple[Rule, ...]:
+    """The rules for a run of so many steps, and for its tokenizer if that is known."""
+    bound = (rule.bind_steps(steps) for rule in rules)
+    return tuple(bound) if decode is None else tuple(rule.bind_tokenizer(decode) for rule in bound)
 
 
 def critic_warmup_steps(config: Config) -> int:

@@ -39,6 +39,7 @@ from mtrl.models.backbone import Backbone, Masks, prompt_positions, vision_token
 from mtrl.models.cascade_attention import CascadeMask
 from mtrl.models.device_copy import put_rows, queue_cpu_copy, to_device
 from mtrl.models.families.model_family import Features
+from mtrl.models.image_similarity import ImageSimilarity
 from mtrl.models.layout import Layout, lay_out
 from mtrl.models.masked_attention import AttentionReader, MapReader, MassReader
 from mtrl.models.parallel.sequence import SequenceParallelGroup
@@ -126,9 +127,10 @@ class Forward:
         patch_reader = self._make_patch_reader(layout, rollouts) if "attention_maps" in needs else None
         routing = self.make_routing_reader(rollouts) if "old_logprobs" in needs else None
         readers = [each for each in (reader, patch_reader) if each is not None]
-        states = self._last_states(prepared, readers, routing)
+        with ImageSimilarity(needs, layout, self.backbone, self.chunk) as similarity:
+            states = self._last_states(prepared, readers, routing)
         original, *others = self._select_predictors(states, layout)
-        similar = self._compare_with_images(states, original, layout, needs)
+        similar = similarity.measure(states, original)
         del states  # frees memory for the vocabulary
         hidden = dict(zip(needs.other_views, others, strict=True))
         scored = self._score_views(original, hidden, rollouts, needs) if needs.without(*ATTENTION) else {}
@@ -403,39 +405,6 @@ class Forward:
         if len(layout.predictors) == 1:
             self.kept.keep(*key, value=(ids, positions, masks, states), where="device")
         return ids, positions, masks, states
-
-    def _compare_with_images(
-        self, states: Tensor, predicting: Tensor, layout: Layout, needs: Needs
-    ) -> dict[str, Tensor]:
-        """[M] each by name: cosines to the image positions of a token's prompt, 0 without an image; in a
-        sequence-parallel group of this rank's tokens. The state that predicts a token is compared with the mean of the
-        unit states of the image (`similarity`), that of the token itself with their plain mean."""
-        found = {}
-        if "similarity" in needs:
-            found["similarity"] = self._similarity(states, predicting, layout, layout.predictors[0], unit=True)
-        if "token_similarity" in needs:
-            own = self.sp_group.local_hidden(states, layout.places)
-            found["token_similarity"] = self._similarity(states, own, layout, layout.places, unit=False)
-        return found
-
-    def _similarity(
-        self, states: Tensor, own: Tensor, layout: Layout, places: tuple[Tensor, Tensor], unit: bool
-    ) -> Tensor:  # fmt: skip
-        """[M]: the cosines of `own` states, those at these `places`, to the mean of the image states of their
-        prompts."""
-        sp_group, device = self.sp_group, states.device
-        prompt_segments = layout.document_mask.prompt
-        prompts, token_prompts = prompt_segments[places].unique(return_inverse=True)
-        own_prompt, own_vision = sp_group.local_part(prompt_segments), sp_group.local_part(layout.is_vision)
-        image = states.new_zeros(len(prompts), states.shape[-1], dtype=torch.float32)
-        for number, prompt in enumerate(prompts.tolist()):
-            sequence, column = ((own_prompt == prompt) & own_vision).nonzero(as_tuple=True)
-            image_states = states[to_device(sequence, device), to_device(column, device)].float()
-            image[number] = (torch.nn.functional.normalize(image_states, dim=-1) if unit else image_states).sum(0)
-        image = sp_group.all_reduce_mean(image)  # a cosine does not depend on the divisor
-        own_prompts = to_device(token_prompts[sp_group.local_tokens(len(token_prompts))], device)
-        pieces = zip(own.split(self.chunk), own_prompts.split(self.chunk), strict=True)
-        return torch.cat([torch.cosine_similarity(each.float(), image[i], dim=-1) for each, i in pieces])
 
     # -------------------------------------------------------------------------------------------------------- experts
     def make_routing_reader(self, rollouts: Rollouts) -> RoutingReader | None:

@@ -46,7 +46,9 @@ TEXT_ALONE = [1, 1, 1], [4, 3, 8]  # no images, and the second rank has no rows
 ONE_GROUP = [0, 0, 0], [6, 2, 9]  # the second rank has no rows
 BUDGET = MicroBatching(tokens=60)
 CLIP = 2.0  # maximum of the correction for an engine's log-probs
-NEEDS = Needs("old_logprobs", "entropy", "entropy_change", "dependency", "attention_mass", "ref_logprobs")
+NEEDS = Needs(
+    "old_logprobs", "entropy", "entropy_change", "dependency", "layer_similarity", "attention_mass", "ref_logprobs"
+)
 
 
 # -------------------------------------------------------------------------------------------------------- the workers

@@ -57,6 +57,7 @@ NEEDS = Needs(
     "dependency",
     "similarity",
     "token_similarity",
+    "layer_similarity",
     "attention_mass",
     "prompt_attention_mass",
     *("kl@none", "jsd@none", "logprobs@black", "entropy@none"),

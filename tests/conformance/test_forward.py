@@ -123,6 +123,42 @@ def test_similarity_to_the_image_equals_a_plain_forward(family, forward):
     )
 
 
+def test_similarity_in_all_layers_equals_a_plain_forward(family, forward):
+    """The mean over the embeddings and all layers of the mean cosine to each image token; 0 without an image."""
+    rollouts = rollouts_for(family)
+    needs = Needs("layer_similarity", "perturbed_logprobs")
+    found = forward.signals(rollouts, needs, {"perturbed": make_views(rollouts)}).layer_similarity
+    for row, length in enumerate(LENGTHS):
+        prompt = rollouts.prompts[GROUP[row]]
+        inputs = plain_inputs(get_encoder(family), prompt, rollouts.tokens[row, :length])
+        with torch.no_grad():
+            layers = plain_model(family)(**inputs, output_hidden_states=True).hidden_states
+        assert len(layers) == 1 + len(forward.backbone.language_model.layers)
+        expected = torch.zeros(length)
+        if prompt.task.visual:
+            image, own = prompt.token_pool == VISION_POOL, slice(len(prompt.ids), None)
+            pairs = ((each[0, own, None], each[0, : len(prompt.ids)][image][None]) for each in layers)
+            cosines = [torch.cosine_similarity(*pair, dim=-1) for pair in pairs]
+            expected = torch.stack(cosines).mean((0, 2))
+            assert not length or expected.abs().max() > 1e-3
+        close(found[row, :length], expected)
+        assert (found[row, length:] == 0).all()
+
+
+def test_layers_are_compared_only_where_that_is_asked_for(family, forward):
+    rollouts, layers = rollouts_for(family), forward.backbone.language_model.layers
+    seen = []
+    watch = layers[0].register_forward_hook(lambda layer, *_: seen.append(len(layer._forward_hooks)))
+    needs = Needs("old_logprobs", "similarity", "token_similarity")
+    plain, more = forward.signals(rollouts, needs), forward.signals(rollouts, needs | Needs("layer_similarity"))
+    watch.remove()
+    assert seen == [1, 2] and not layers[0]._forward_hooks and not layers[0]._forward_pre_hooks
+    for name in needs.names:
+        assert torch.equal(getattr(plain, name), getattr(more, name)), "it changes nothing else"
+    small = replace(forward, chunk=5).signals(rollouts, Needs("layer_similarity"))
+    close(small.layer_similarity, more.layer_similarity, atol=1e-6)
+
+
 def test_unasked_fields_stay_empty(family, forward):
     signals = forward.signals(rollouts_for(family))
     assert signals.entropy is signals.dependency is signals.perturbed_logprobs is signals.similarity is None
@@ -133,9 +169,10 @@ def test_only_empty_responses(family, forward):
     rollouts = random_rollouts(prompts_for(family), [0, 1], [3, 3])
     rollouts.mask[:] = False
     signals = replace(forward, perception_estimator="full_kl").signals(
-        rollouts, Needs("entropy", "dependency", "similarity"), {"perturbed": make_views(rollouts)}
+        rollouts, Needs("entropy", "dependency", "similarity", "layer_similarity"), {"perturbed": make_views(rollouts)}
     )
-    assert all((x == 0).all() for x in (signals.old_logprobs, signals.entropy, signals.dependency, signals.similarity))
+    assert all((x == 0).all() for x in (signals.old_logprobs, signals.entropy, signals.dependency))
+    assert (signals.similarity == 0).all() and (signals.layer_similarity == 0).all()
     forward.logp(rollouts).sum().backward()
     assert all(p.grad is None or (p.grad == 0).all() for p in forward.backbone.model.parameters())
 

@@ -92,6 +92,18 @@ def test_an_adaptive_coefficient_and_several_passes_resume_too(tmp_path):
     assert len(coefficients) == STEPS, "it moved at every step"
 
 
+def test_a_rule_that_changes_over_the_run_resumes_bitwise(tmp_path):
+    """Its weights are those of the step's number: in the first step it has none."""
+    plain = ["optimization.enable_perception_filtering=false", "optimization.enable_trajectory_reweighting=false"]
+    more = [*plain, "optimization.credit=[pepo]", "training.val_freq=-1"]
+    arguments = tiny_arguments(tmp_path / "whole", *SETTINGS, *more)
+    assert main(arguments) == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts", symlinks=True)
+    cut_back(tmp_path / "parts", 2)
+    assert main([*arguments, f"training.output_dir={tmp_path / 'parts'}"]) == 0
+    same_end(get_run_dir(tmp_path / "whole"), get_run_dir(tmp_path / "parts"), STEPS)
+
+
 @pytest.mark.slow
 def test_responses_that_were_sampled_ahead_are_learnt_from_after_a_resume(tmp_path):
     """Those of the third step are of weights that the checkpoint after the second does not hold."""

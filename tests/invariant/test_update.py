@@ -137,6 +137,7 @@ def test_signals_do_not_depend_on_the_layout(family, layout, dependency):
         "entropy_change",
         "dependency",
         "similarity",
+        "layer_similarity",
         "attention_mass",
         "prompt_attention_mass",
     ):

@@ -42,7 +42,9 @@ LAYOUTS = {
     "all rows, prompts not shared": MicroBatching(rows=len(GROUP), share_prefix=False),
     "token budget, prompts not shared": MicroBatching(tokens=LARGE, share_prefix=False),
 }
-NEEDS = Needs("old_logprobs", "entropy", "entropy_change", "dependency", "similarity", "attention_mass")
+NEEDS = Needs(
+    "old_logprobs", "entropy", "entropy_change", "dependency", "similarity", "layer_similarity", "attention_mass"
+)
 
 
 @lru_cache

@@ -291,14 +291,14 @@ def test_shuffled_by_name():
 @pytest.mark.parametrize("name", sorted(RULES.keys() - {"shuffled"}))
 def test_text_only_rows_get_plain_credit(name):
     """For rules that read the image; rules by entropy or ids also cover text rows."""
-    rule = make_rule(name)
+    rule = make_rule(name).bind_steps(10)
     if name in ("entropy_filter", "key_tokens"):
         return
     rollouts = fake_rollouts([3, 2], group=range(2), visual=[False, False])
     drawn = torch.rand(2, 3, generator=torch.Generator().manual_seed(0))
     known = {"dependency": drawn, "entropy": drawn, "entropy_change": drawn, "old_logprobs": drawn,
              "perturbed_logprobs": -drawn,
-             "similarity": drawn, "token_similarity": drawn}  # fmt: skip
+             "similarity": drawn, "token_similarity": drawn, "layer_similarity": drawn}  # fmt: skip
     views = {name: drawn for name in rule.needs.names if "@" in name}
     signals = Signals(attention_mass=torch.rand(2, 3, len(SEGMENTS), 2), **known, extra=views)
     experience = fake_experience(rollouts, signals, advantage=torch.full((2, 3), 2.0))

@@ -12,11 +12,14 @@ from helpers import close, fake_experience, fake_rollouts, padded, random_cases,
 
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.ktae import Ktae
+from mtrl.algorithms.credit.pepo import Pepo
 from mtrl.algorithms.credit.pgpo import Pgpo
 from mtrl.algorithms.credit.registry import make_rule
 from mtrl.algorithms.credit.rule import apply_rule
 from mtrl.algorithms.credit.vepo import Vepo
 from mtrl.algorithms.credit.vgpo import Vgpo
+from mtrl.compose.algorithm import make_algorithm
+from mtrl.config import load_config
 from mtrl.types import Needs, Rewards, Signals
 
 KEY = (3, 7)
@@ -197,6 +200,77 @@ def test_vgpo_by_definition(dice):
                 np.testing.assert_allclose(found[row, : lengths[row]], expected, rtol=1e-5, atol=1e-6)
 
 
+# ---------------------------------------------------------------------------------------------------------------- PEPO
+def pepo_by_definition(similarity, entropy, alpha=0.05, temperature=1.8, share=1.0):
+    level = min_max(similarity, least=1e-6) + min_max(entropy, least=1e-6)
+    score = similarity * (1 + alpha * np.tanh(level - level.mean())) / temperature
+    likely = np.exp(score - score.max())
+    return 1 - share + share * len(score) * likely / likely.sum()
+
+
+PEPO_BY_HAND = {"layer_similarity": padded([[0.0, 0.2, 0.4]]), "entropy": padded([[1.0, 3.0, 2.0]])}
+
+
+def test_pepo_by_hand():
+    # m = 0 + 0, 1/2 + 1, 1 + 1/2, mean 1: tanh(.5) = .46212 raises the last two alike, by 1 + .05 * .46212 = 1.02311;
+    # scores 0, .11368, .22736; their exponentials 1, 1.12039, 1.25528, sum 3.37567.
+    experience = make_experience([3], **PEPO_BY_HAND)
+    rule = Pepo(schedule=False)
+    close(rule.apply(experience, KEY), [[0.88871, 0.99571, 1.11558]], atol=2e-5)
+    # With alpha 1 and temperature 1: scores 0, .29242, .58485; exponentials 1, 1.33967, 1.79472, sum 4.13439.
+    close(Pepo(1.0, 1.0, False).apply(experience, KEY), [[0.72562, 0.97209, 1.30228]], atol=2e-5)
+    # The entropy decides between equal similarities: m = 0, 1, mean 1/2; scores .9 (1 -+ tanh(.5)), 1.8 tanh(.5) apart.
+    equal = make_experience([2], layer_similarity=padded([[0.9, 0.9]]), entropy=padded([[0.0, 1.0]]))
+    first = 2 / (1 + math.exp(1.8 * math.tanh(0.5)))
+    close(Pepo(1.0, 1.0, False).apply(equal, KEY), [[first, 2 - first]], atol=1e-6)
+
+
+@pytest.mark.parametrize("missing", PEPO_BY_HAND)
+def test_pepo_reads_both_signals(missing):
+    signals = {name: values for name, values in PEPO_BY_HAND.items() if name != missing}
+    with pytest.raises(AssertionError, match="did not measure a signal"):
+        Pepo(schedule=False).apply(make_experience([3], **signals), KEY)
+
+
+def test_pepo_blends_its_weights_in_over_the_run():
+    experience, rule = make_experience([3], **PEPO_BY_HAND), make_rule("pepo").bind_steps(8)
+    full = Pepo(schedule=False).apply(experience, KEY)
+    same(rule.apply(experience, (3, 0)), torch.ones(1, 3))
+    for step, share in ((2, 1 / 4), (6, 3 / 4), (8, 1.0), (9, 1.0)):
+        close(rule.apply(experience, (3, step)), 1 - share + share * full, atol=1e-6)
+    with pytest.raises(AssertionError, match="bind_steps was not called"):
+        Pepo().apply(experience, KEY)
+    bound = make_rule({"name": "shuffled", "rule": "pepo", "across": "rows"}).bind_steps(8)
+    close(bound.apply(experience, (3, 4)), (1 + full) / 2, atol=1e-6)
+
+
+def test_a_run_tells_its_rules_how_long_it_is():
+    config = load_config(None, {"optimization.credit": ["pepo", "vgpo", {"name": "shuffled", "rule": "pepo"}]})
+    *_, pepo, vgpo, shuffled = make_algorithm(config, 12).credit
+    assert (pepo.total_steps, shuffled.rule.total_steps, vgpo) == (12, 12, Vgpo())
+
+
+@random_cases
+def test_pepo_by_definition(dice):
+    lengths, visual, (values, entropy) = draw_rows(dice, 2)
+    similarity, entropy = np.clip(values, 0, 2).astype(np.float32) - 1, entropy.astype(np.float32)
+    arguments = {"alpha": float(dice.choice([0.0, 0.05, 3.0])), "temperature": float(dice.choice([0.01, 1.0, 1.8]))}
+    total, step = int(dice.integers(1, 9)), int(dice.integers(0, 9))
+    experience = make_experience(lengths, visual, layer_similarity=torch.tensor(similarity),
+                                 entropy=torch.tensor(entropy))  # fmt: skip
+    found = apply_rule(Pepo(**arguments).bind_steps(total), experience, (1, step))
+    share = min(1, Fraction(step, total))
+    for row, length in enumerate(lengths):
+        part = (row, slice(length))
+        if visual[row] and length:
+            views = (each[part].astype(float) for each in (similarity, entropy))
+            expected = pepo_by_definition(*views, **arguments, share=float(share))
+            np.testing.assert_allclose(found[part], expected, rtol=1e-5, atol=1e-6)
+            assert float(found[part].double().mean()) == pytest.approx(1, abs=1e-6)
+        else:
+            assert (found[part] == 1).all()
+
+
 # ---------------------------------------------------------------------------------------------------------------- KTAE
 def fisher_by_definition(a, b, c, d):
     def likely(k):
@@ -280,7 +354,9 @@ def test_ktae_by_definition(dice):
 # ---------------------------------------------------------------------------------------------------------- all of them
 @pytest.mark.parametrize("name, arguments", [
     ("pgpo", {"tau": 0.4, "beta": 2.0}), ("vepo", {"top_p": 0.2, "a": 0.7, "noise": 2.0}),
-    ("vgpo", {"beta": 0.3, "gamma": 0.5, "kappa": 0.2}), ("ktae", {"alpha": 1.0, "beta": 1.0, "strength": 1.0}),
+    ("vgpo", {"beta": 0.3, "gamma": 0.5, "kappa": 0.2}),
+    ("pepo", {"alpha": 0.05, "temperature": 1.8, "schedule": True}),
+    ("ktae", {"alpha": 1.0, "beta": 1.0, "strength": 1.0}),
 ])  # fmt: skip
 def test_they_have_names_and_published_defaults(name, arguments):
     assert vars(make_rule(name)) == arguments
@@ -289,10 +365,10 @@ def test_they_have_names_and_published_defaults(name, arguments):
 def test_results_are_float32():
     values = torch.rand(1, 3, dtype=torch.float64)
     signals = {"old_logprobs": -values, "logprobs_at_none": -2 * values, "entropy": values, "token_similarity": values,
-               "jsd_at_noised2": values, "entropy_at_noised2": values}  # fmt: skip
+               "layer_similarity": values, "jsd_at_noised2": values, "entropy_at_noised2": values}  # fmt: skip
     experience = make_experience([3], **signals)
-    for name in ("pgpo", "vepo", "vgpo", "ktae"):
-        assert make_rule(name).apply(experience, KEY).dtype == torch.float32
+    for name in ("pgpo", "vepo", "vgpo", "pepo", "ktae"):
+        assert make_rule(name).bind_steps(10).apply(experience, KEY).dtype == torch.float32
 
 
 def test_their_signals_can_be_shuffled():

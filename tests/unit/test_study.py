@@ -68,6 +68,7 @@ def test_no_rule_is_left_out():
         "pgpo",
         "vepo",
         "vgpo",
+        "pepo",
         "ktae",
     }
 

@@ -12,6 +12,7 @@ from mtrl.algorithms.credit.key_tokens import KeyTokens
 from mtrl.algorithms.credit.ktae import Ktae
 from mtrl.algorithms.credit.mass_gate import MassGate
 from mtrl.algorithms.credit.oracle import Oracle
+from mtrl.algorithms.credit.pepo import Pepo
 from mtrl.algorithms.credit.perception_bonus import PerceptionBonus
 from mtrl.algorithms.credit.perception_filter import PerceptionFilter
 from mtrl.algorithms.credit.pgpo import Pgpo
@@ -33,6 +34,7 @@ RULES: dict[str, type[Rule]] = {
     "pgpo": Pgpo,
     "vepo": Vepo,
     "vgpo": Vgpo,
+    "pepo": Pepo,
     "ktae": Ktae,
     "mass_gate": MassGate,
     "vision_entropy": VisionEntropy,

@@ -12,7 +12,8 @@
             return (1 + self.slope * position).expand(experience.rollouts.mask.shape)
 
 `experience` has rollouts (tokens, mask, text, prompts with their tasks and columns), rewards, signals and advantage.
-`key` is (seed, step), for rules that draw random numbers: `mtrl.utils.seeding.rng_for("my rule", *key)`.
+`key` is (seed, step), for rules that draw random numbers: `mtrl.utils.seeding.rng_for("my rule", *key)`. Steps count
+from 0.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ class Rule(ABC):
 
     def bind_tokenizer(self, decode: DecodeTokens) -> Rule:
         """Return the rule for this run's tokenizer. Only rules that look at words override this."""
+        return self
+
+    def bind_steps(self, total: int) -> Rule:
+        """Return the rule for a run of so many steps. Only rules that change over a run override this."""
         return self
 
     @abstractmethod

@@ -27,6 +27,9 @@ class Shuffled(Rule):
     def needs(self) -> Needs:
         return self.rule.needs
 
+    def bind_steps(self, total: int) -> Rule:
+        return replace(self, rule=self.rule.bind_steps(total))
+
     def apply(self, experience: Experience, key: Key) -> Tensor | None:
         row, column = shuffled_positions(experience.rollouts.mask, key, self.across)
         return self.rule.apply(replace(experience, signals=take_signals(experience.signals, row, column)), key)
@@ -66,15 +69,12 @@ def shuffled_positions(mask: Tensor, key: Key, across: Across) -> tuple[Tensor, 
     row, column = torch.ones_like(mask).nonzero().T.reshape(2, *mask.shape)
     targets = sources = mask.any(1).nonzero().flatten()
     if across == "rows":
-        targets = targets[permutation(len(targets), *key)]
+        targets = targets[torch.from_numpy(rng_for("shuffled", *key).permutation(len(targets)))]
         sources = targets.roll(1)  # another row for each, if there is more than one
     for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
         own, theirs = (mask[each].nonzero().flatten() for each in (target, source))
-        theirs = theirs[permutation(len(theirs), *key, target)] if across == "tokens" else theirs
+        if across == "tokens":
+            theirs = theirs[torch.from_numpy(rng_for("shuffled", *key, target).permutation(len(theirs)))]
         row[target, own] = source
         column[target, own] = theirs[torch.arange(len(own)) % len(theirs)]  # repeat if the source is shorter
     return row, column
-
-
-def permutation(count: int, *key: int) -> Tensor:
-    return torch.from_numpy(rng_for("shuffled", *key).permutation(count))
