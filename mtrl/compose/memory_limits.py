@@ -42,6 +42,7 @@ def make_limits(config: Config, needs: Needs, on_gpu: bool, share_prefix: bool) 
         probe=algorithm.make_probe_batching(config, on_gpu, share_prefix),
         needs=needs | periodic_attention_needs(config),
         full_divergence=divergence is not None and divergence.in_update,
+        views_sampled=2 if config.worker.rollout.noisy_half else 1,
     )
 
 
