@@ -83,8 +83,11 @@ def noised_metrics(rewards: Rewards, rollouts: Rollouts) -> Metrics:
     """The total of either half of the groups with an image, if one half was sampled on noised images."""
     if rollouts.noised is None or not rollouts.noised.any():
         return {}
-    halves = {"clean_half": rollouts.visual & ~rollouts.noised, "noised_half": rollouts.noised}
-    return {f"reward/{name}": float(rewards.total[rows].double().mean()) for name, rows in halves.items()}
+    total, clean = rewards.total.double(), rollouts.visual & ~rollouts.noised
+    return {
+        "reward/clean_half": float(total[clean].mean()),
+        "reward/noised_half": float(total[rollouts.noised].mean()),
+    }
 
 
 def sensitivity_metrics(signals: Signals, mask: Tensor, visual: Tensor) -> Metrics:

@@ -220,7 +220,7 @@ def _check_groups(config: Config) -> Iterator[Conflict]:
     if config.worker.rollout.noisy_half and n % 2:
         yield Conflict(
             ("worker.rollout.noisy_half", "worker.rollout.n", "optimization.advantage_estimator"),
-            f"half of the {n} responses to a prompt are sampled on its noised images; set worker.rollout.n to an even "
+            f"noisy_half needs an even number of responses to a prompt, not {n}; set worker.rollout.n to an even "
             "number, or noisy_half to false",
         )
     if n > 1:

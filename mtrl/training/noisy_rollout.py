@@ -4,7 +4,7 @@
 
 After sampling nobody sees the noised image: rewards, log-probs, probes, credit and update read the clean one, and the
 advantages compare all n responses. So the noise makes the responses to a prompt more different, and the policy learns
-which of them are right for the image that it has. The log-probs of the sampler are then those of another prompt:
+which of them are right for the clean image. The log-probs of the sampler are then those of another prompt:
 `Rollouts.noised` marks these responses, which have no importance correction (`Rollouts.comparable`).
 
 The noise, for pixels x from 0 to 1 and in step s = 1, 2, .. of S:
@@ -28,7 +28,9 @@ Differences from the authors' code:
 - their other distortions (rotation, cropping) and other schedules (linear, power, exponential) are not here. The
   released settings use neither;
 - their runs add an entropy bonus of 0.001, which the paper does not have; `optimization.use_entropy_penalty` is no
-  substitute, since it has the other sign.
+  substitute, since it has the other sign;
+- their loss is the token mean of a micro-batch of two responses, here that of an optimizer step or any other
+  `optimization.loss_type`.
 """
 
 from __future__ import annotations

@@ -60,4 +60,4 @@ def test_three_steps_whose_gap_is_rounding(family, probed, tmp_path):
 
 def test_an_odd_group_is_refused(tmp_path, capsys):
     assert main(tiny_arguments(tmp_path, *NOISY, "worker.rollout.n=5")) == 2
-    assert "half of the 5 responses to a prompt are sampled on its noised images" in capsys.readouterr().err
+    assert "noisy_half needs an even number of responses to a prompt, not 5" in capsys.readouterr().err

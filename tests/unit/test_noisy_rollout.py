@@ -13,7 +13,7 @@ from tiny_models import fresh_backbone, get_encoder, prompt, prompts_for
 from mtrl.algorithms.batches import assemble
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.filtering import GroupFilter
-from mtrl.algorithms.losses import Loss, loss_weights, mismatch_correction
+from mtrl.algorithms.losses import Loss, loss_weights, mismatch_correction, total_loss
 from mtrl.algorithms.metrics import noised_metrics, step_metrics
 from mtrl.compose.algorithm import make_algorithm
 from mtrl.compose.memory_limits import make_limits
@@ -21,11 +21,14 @@ from mtrl.config import Config, load_config
 from mtrl.models.forward import Forward
 from mtrl.rollout.local import LocalGenerator
 from mtrl.rollout.sampling import first_sample_numbers
+from mtrl.tracking.jsonl import read_rows
+from mtrl.tracking.record import response_columns
+from mtrl.tracking.run_files import RunFiles
 from mtrl.training.clock import Clock
 from mtrl.training.collect import RolloutCollector
 from mtrl.training.dynamic_sampling import Filtering
 from mtrl.training.noisy_rollout import SIGNAL_SHARES, NoisyRollout, add_noise
-from mtrl.types import Experience, Needs, Rewards, Sampling, Signals
+from mtrl.types import Experience, Needs, Rewards, Sampling, Signals, TrainBatch
 from mtrl.utils.record_rows import map_tensors
 
 FAMILY, N, STEP = "qwen2_5_vl", 4, 3
@@ -132,9 +135,10 @@ def halves(rollouts):
 
 
 def test_the_first_half_is_that_of_a_run_without_noise():
-    (plain, _), (noisy, _) = collect(None), collect(NOISE)
+    prompts = prompts_for(FAMILY)
+    (plain, _), (noisy, _) = (collect(noise, prompts=prompts) for noise in (None, NOISE))
     assert plain.noised is None and noisy.group.tolist() == plain.group.tolist() and len(noisy) == 4 * N
-    assert all(a is b for a, b in zip(noisy.prompts, prompts_for(FAMILY), strict=True)) or len(noisy.prompts) == 4
+    assert all(kept is given for kept, given in zip(noisy.prompts, prompts, strict=True)), "the clean ones"
     first, second = halves(noisy)
     width = min(noisy.tokens.shape[1], plain.tokens.shape[1])
     for name in ("tokens", "mask"):
@@ -247,9 +251,6 @@ def test_a_batch_carries_corrections_of_one_and_weights_without_them(probed):
 
 
 def test_the_update_without_a_probe_reports_and_corrects_clean_rows_alone():
-    from mtrl.algorithms.losses import total_loss
-    from mtrl.types import TrainBatch
-
     rollouts, logp = marked()
     mask, clean = rollouts.mask, rollouts.comparable
     weights = loss_weights(mask.float(), mask, "dapo", 8, noised=rollouts.noised)
@@ -287,6 +288,18 @@ def test_rows_and_joined_rows_keep_the_flag():
     rollouts, _ = marked()
     assert rollouts.rows(torch.tensor([3, 0])).noised.tolist() == [True, False]
     assert type(rollouts).join([rollouts, rollouts]).noised.tolist() == rollouts.noised.tolist() * 2
+
+
+def test_records_mark_the_noised_rows(tmp_path):
+    rollouts, _ = marked()
+    files = RunFiles(tmp_path)
+    for step, each in enumerate((rollouts, replace(rollouts, noised=None))):
+        files.rollouts(step, fake_experience(each))
+    files.close()
+    found = [row.get("noised") for row in read_rows(tmp_path / "rollouts.jsonl")]
+    assert found == [False, False, True, True] + [None] * 4
+    columns = [response_columns(fake_experience(each)) for each in (rollouts, replace(rollouts, noised=None))]
+    assert columns[0]["noised"] == found[:4] and "noised" not in columns[1]
 
 
 # ------------------------------------------------------------------------------------------------------------------ off
