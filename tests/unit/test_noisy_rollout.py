@@ -2,10 +2,12 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+import torch_ops as plain_ops
 from helpers import close, fake_experience, fake_rollouts, same
 from loop_helpers import FakeActor, FakeScorer, FakeSource, loop, spec
 from tiny_models import fresh_backbone, get_encoder, prompt, prompts_for
@@ -18,9 +20,13 @@ from mtrl.algorithms.metrics import noised_metrics, step_metrics
 from mtrl.compose.algorithm import make_algorithm
 from mtrl.compose.memory_limits import make_limits
 from mtrl.config import Config, load_config
+from mtrl.distributed.generator_proxy import partition_prompts
 from mtrl.models.forward import Forward
+from mtrl.rollout.decode.engine import GraphGenerator
+from mtrl.rollout.decode.step import Ops
 from mtrl.rollout.local import LocalGenerator
 from mtrl.rollout.sampling import first_sample_numbers
+from mtrl.rollout.vllm.requests import make_requests
 from mtrl.tracking.jsonl import read_rows
 from mtrl.tracking.record import response_columns
 from mtrl.tracking.run_files import RunFiles
@@ -159,8 +165,15 @@ def test_a_prompt_without_an_image_is_sampled_as_ever():
     assert len({tuple(row) for row in noisy.tokens[text].tolist()}) > 1, "the halves are no copies"
 
 
-def test_each_half_was_sampled_on_its_own_image_and_all_is_probed_on_the_clean_one():
-    rollouts, backbone = collect(NOISE)
+ENGINES = {
+    "local": LocalGenerator,
+    "decode": partial(GraphGenerator, ops=Ops(plain_ops, plain_ops), buckets=(16, 32, 64), poll=1),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_half_was_sampled_on_its_own_image_and_all_is_probed_on_the_clean_one(engine):
+    rollouts, backbone = collect(NOISE, ENGINES[engine](fresh_backbone(FAMILY), ENCODER))
     forward, needs = Forward(backbone, ENCODER), Needs("old_logprobs")
     with torch.no_grad():
         clean = forward.signals(rollouts, needs).old_logprobs
@@ -169,6 +182,26 @@ def test_each_half_was_sampled_on_its_own_image_and_all_is_probed_on_the_clean_o
     clean, noised = ((each - rollouts.rollout_logprobs).where(rollouts.mask, 0).abs() for each in (clean, noised))
     assert clean[~rollouts.noised].max() < 1e-4 and noised[rollouts.noised].max() < 1e-4
     assert clean[rollouts.noised].max() > 0.1, "the trainer's log-probs are those of the clean image"
+
+
+def test_vllm_is_asked_for_the_seeds_of_a_run_without_noise():
+    """Response i to a prompt has its seed + i."""
+    prompts = prompts_for(FAMILY)
+    plain = make_requests(prompts, SAMPLING)
+    asked = make_requests(NOISE.prompts(prompts, STEP), NOISE.sampling(SAMPLING))
+    assert [each.seed for each in asked[0::2]] == [each.seed for each in plain]
+    assert [each.seed for each in asked[1::2]] == [each.seed + N // 2 for each in plain]
+    for clean, noised, same_prompt in zip(asked[0::2], asked[1::2], plain, strict=True):
+        assert clean.ids == noised.ids and clean.length == noised.length
+        assert all(map(np.array_equal, clean.images, same_prompt.images))
+        assert not any(map(np.array_equal, clean.images, noised.images))
+
+
+def test_one_engine_gets_both_halves():
+    """Of several engines: sample numbers go on within a call, and the rows come back in their order."""
+    prompts = NOISE.prompts(prompts_for(FAMILY), STEP)
+    for share in partition_prompts(prompts, 3):
+        assert share == sorted(share) and {index ^ 1 for index in share} == set(share)
 
 
 def test_greedy_responses_see_clean_images():
