@@ -136,6 +136,7 @@ class Rollouts:
     finish_reason: tuple[FinishReason, ...]  # [N]
     version: Tensor  # [N], version of the weights that sampled the row
     routed_experts: Tensor | None = None  # [N, T, layers, k] experts of the state that each token was sampled from
+    noised: Tensor | None = None  # [N] bool: sampled on a noised image, not on that of `prompts`; None: no row is
 
     def __len__(self) -> int:
         return len(self.group)
@@ -150,6 +151,12 @@ class Rollouts:
     def truncated(self) -> Tensor:
         """[N] bool: rows cut at the length limit."""
         return torch.tensor([reason == "length" for reason in self.finish_reason], dtype=torch.bool)
+
+    @property
+    def comparable(self) -> Tensor:
+        """[N, T] bool: the valid tokens that sampler and trainer see on the same image. The gap between the log-probs
+        of other tokens says nothing about the sampler and corrects nothing."""
+        return self.mask if self.noised is None else self.mask & ~self.noised[:, None]
 
     def rows(self, index: Tensor) -> Rollouts:
         """These rows, with only the prompts they use, renumbered."""
@@ -391,6 +398,12 @@ class LossWeights:
     policy: Tensor  # [N, T] filtered by Credit.keep_mask
     divergence: Tensor  # [N, T] the same aggregation, unfiltered
     token: Tensor  # [N, T] the plain token mean: entropy penalty and metrics
+    comparable: Tensor | None = None  # [N, T] the mean over `Rollouts.comparable` tokens; None: these are all
+
+    @property
+    def gap(self) -> Tensor:
+        """[N, T] the token mean for metrics that compare the sampler with the trainer."""
+        return self.token if self.comparable is None else self.comparable
 
 
 @dataclass(frozen=True, eq=False)

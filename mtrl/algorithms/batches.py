@@ -35,7 +35,7 @@ def assemble(plan: BatchPlan, loss: Loss, experience: Experience, key: tuple[int
     correction = None
     if signals.old_logprobs is not None:
         correction = mismatch_correction(
-            signals.old_logprobs, rollouts.rollout_logprobs, rollouts.mask, loss.tis_clip, loss.tis_level
+            signals.old_logprobs, rollouts.rollout_logprobs, rollouts.comparable, loss.tis_clip, loss.tis_level
         )
     streams = read_streams(loss, experience)
     silenced = rollouts.truncated if plan.mask_truncated_responses else torch.zeros(len(rollouts), dtype=torch.bool)
@@ -48,6 +48,7 @@ def assemble(plan: BatchPlan, loss: Loss, experience: Experience, key: tuple[int
                 plan.max_response_length,
                 plan.loss_token_denominator,
                 silenced[rows],
+                None if rollouts.noised is None else rollouts.noised[rows],
             )
             yield TrainBatch(
                 rollouts=rollouts.rows(rows),

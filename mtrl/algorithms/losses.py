@@ -179,7 +179,7 @@ def total_loss(
     if fresh := old is None:  # rho is 1, but its gradient is not 0
         old, correction = logp.detach(), None
     if correction is None:
-        correction = mismatch_correction(old, sampled, mask, loss.tis_clip, loss.tis_level)
+        correction = mismatch_correction(old, sampled, batch.rollouts.comparable, loss.tis_clip, loss.tis_level)
     ratio = importance_ratio(logp, old, mask, loss.policy.level)
     what = f"policy loss {type(loss.policy).__name__}"
     term = call_user_code(what, lambda: loss.policy.term(ratio, logp, batch.advantage))
@@ -196,8 +196,8 @@ def total_loss(
         "clipfrac_high": clipped_high,
     }
     if fresh:  # otherwise the probe reports the gap
-        metrics["logprob_gap_mean"] = weighted_sum(weights.token, (old - sampled).abs())
-        metrics["logprob_gap_kl"] = weighted_sum(weights.token, sampled - old)
+        metrics["logprob_gap_mean"] = weighted_sum(weights.gap, (old - sampled).abs())
+        metrics["logprob_gap_kl"] = weighted_sum(weights.gap, sampled - old)
     if loss.divergence_coef:
         distance = weighted_sum(weights.divergence, _distance(logp, batch, loss, full_kl))
         total = total + loss.divergence_coef * distance
@@ -252,12 +252,14 @@ def loss_weights(
     max_response_length: int,
     denominator: Literal["all", "selected"] = "all",
     silenced: Tensor | None = None,
+    noised: Tensor | None = None,
 ) -> LossWeights:
     """Weights over all rows of one optimizer step.
 
     `token_weight` [N, T] is what a token counts for (the mask, or the mask times weights), `keep_mask` [N, T] selects
     the tokens with a policy gradient, `silenced` [N] responses without any (truncated ones): like TRL's masked
-    completions they leave the policy term's token count, yet still count as responses.
+    completions they leave the policy term's token count, yet still count as responses. `noised` [N] responses are left
+    out of the weights of the sampler's gap.
     """
     token_weight = token_weight.double()
     voiced = token_weight if silenced is None else token_weight.where(~silenced[:, None], 0.0)
@@ -266,8 +268,13 @@ def loss_weights(
     return LossWeights(
         policy=policy.float(),
         divergence=(token_weight / aggregation_denominator(token_weight, loss_type, max_response_length)).float(),
-        token=(token_weight / aggregation_denominator(token_weight, "dapo", max_response_length)).float(),
+        token=token_mean(token_weight),
+        comparable=None if noised is None else token_mean(token_weight.where(~noised[:, None], 0.0)),
     )
+
+
+def token_mean(token_weight: Tensor) -> Tensor:
+    return (token_weight / aggregation_denominator(token_weight, "dapo", 1)).float()
 
 
 def aggregation_denominator(counted: Tensor, loss_type: LossType, max_response_length: int) -> Tensor:
@@ -283,7 +290,8 @@ def aggregation_denominator(counted: Tensor, loss_type: LossType, max_response_l
 
 
 def mismatch_correction(old: Tensor, sampled: Tensor, mask: Tensor, clip: float | None, level: Level) -> Tensor:
-    """min(exp(o - b), clip) [N, T], truncated importance sampling; 1 without a clip and off the mask.
+    """min(exp(o - b), clip) [N, T], truncated importance sampling; 1 without a clip and off the mask, which is
+    `Rollouts.comparable`.
 
     At the sequence level it is the ratio of the whole response's probabilities, as in TRL and verl.
     """

@@ -20,18 +20,19 @@ SUCCESS = ("accuracy", "math")  # reward parts that are 1 for a correct answer; 
 def step_metrics(experience: Experience, cut: bool) -> Metrics:
     """Metrics of the responses, besides credit and update. `cut`: top-p or top-k was on."""
     rollouts, signals, mask = experience.rollouts, experience.signals, experience.rollouts.mask
-    values = reward_metrics(experience.rewards, rollouts.group)
+    comparable = rollouts.comparable
+    values = reward_metrics(experience.rewards, rollouts.group) | noised_metrics(experience.rewards, rollouts)
     values |= sensitivity_metrics(signals, mask, rollouts.visual)
     values |= attention_metrics(signals, rollouts)
     values |= length_metrics(mask, rollouts.truncated)
     if signals.old_logprobs is not None:
-        values |= mismatch_metrics(signals.old_logprobs, rollouts.rollout_logprobs, mask, cut)
+        values |= mismatch_metrics(signals.old_logprobs, rollouts.rollout_logprobs, comparable, cut)
         if signals.support is not None:
             values |= mismatch_metrics(
-                signals.old_logprobs - signals.support, rollouts.rollout_logprobs, mask, cut=False
+                signals.old_logprobs - signals.support, rollouts.rollout_logprobs, comparable, cut=False
             )
     if signals.routing_mismatch is not None:
-        values["rollout/routing_mismatch"] = masked_mean(signals.routing_mismatch, mask)
+        values["rollout/routing_mismatch"] = masked_mean(signals.routing_mismatch, comparable)
     if signals.entropy is not None:
         values["actor/entropy"] = masked_mean(signals.entropy, mask)
     extra = {name: each for name, each in signals.extra.items() if each.ndim == 2}
@@ -76,6 +77,17 @@ def reward_metrics(rewards: Rewards, group: Tensor) -> Metrics:
         metrics["reward/greedy_baseline"] = float(rewards.baseline.double().mean())
     rate = success_rate(rewards.parts)
     return metrics if rate is None else metrics | {"reward/success_rate": rate}
+
+
+def noised_metrics(rewards: Rewards, rollouts: Rollouts) -> Metrics:
+    """The total of either half of the groups with an image, if one half was sampled on noised images."""
+    if rollouts.noised is None or not rollouts.noised.any():
+        return {}
+    total, clean = rewards.total.double(), rollouts.visual & ~rollouts.noised
+    return {
+        "reward/clean_half": float(total[clean].mean()),
+        "reward/noised_half": float(total[rollouts.noised].mean()),
+    }
 
 
 def sensitivity_metrics(signals: Signals, mask: Tensor, visual: Tensor) -> Metrics:

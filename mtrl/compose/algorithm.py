@@ -25,6 +25,7 @@ from mtrl.models.load_model import DTYPES
 from mtrl.models.perturb import Perturbation
 from mtrl.training.algorithm_spec import NOTHING, AlgorithmSpec
 from mtrl.training.dynamic_sampling import Filtering
+from mtrl.training.noisy_rollout import NoisyRollout
 from mtrl.types import VIEWS, Needs, Sampling, Signal
 from mtrl.utils.plugin_registry import Registry, Spec
 from mtrl.utils.plugins import PluginError
@@ -100,6 +101,7 @@ def make_algorithm(
         reward_needs=reduce(Needs.__or__, rewards, NOTHING),
         filtering=make_filtering(config),
         greedy_baseline=estimator.needs_baseline,
+        noise=make_noisy_rollout(config, steps),
         replay=replay,
         value_loss=ValueLoss(config.worker.critic.cliprange_value),
         critic_warmup=critic_warmup_steps(config),
@@ -129,6 +131,13 @@ def make_filtering(config: Config) -> Filtering | None:
     if not optimization.online_filtering:
         return None
     return from_keys(Filtering, optimization, rule=from_keys(GroupFilter, optimization))
+
+
+def make_noisy_rollout(config: Config, steps: int) -> NoisyRollout | None:
+    rollout = config.worker.rollout
+    if not rollout.noisy_half:
+        return None
+    return from_keys(NoisyRollout, rollout, total_steps=steps, seed=config.dataset.seed)
 
 
 def make_replay_rule(config: Config) -> ReplayRule | None:

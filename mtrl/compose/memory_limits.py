@@ -44,6 +44,7 @@ def make_limits(config: Config, needs: Needs, on_gpu: bool, share_prefix: bool) 
         needs=needs | periodic_attention_needs(config),
         full_divergence=divergence is not None and divergence.in_update,
         live_needs=Loss(terms=algorithm.make_loss_terms(config)).live_needs,
+        views_sampled=2 if config.worker.rollout.noisy_half else 1,
     )
 
 

@@ -40,6 +40,7 @@ MAX_VALUES = {
     "worker.actor.ppo_epochs": 10**3,
     "worker.critic.warmup_steps": 10**9,
     "worker.rollout.n": 10**5,
+    "worker.rollout.noise_mid_step": 10**9,
     "worker.rollout.val.n": 10**5,
     "worker.reward.num_cpus": 10**4,
 }
@@ -215,6 +216,12 @@ def _check_groups(config: Config) -> Iterator[Conflict]:
             ("worker.reward.normalize", "optimization.advantage_estimator"),
             "each reward is standardised within its group, and the greedy baseline of remax is a group of one; use "
             "sum_then_normalize",
+        )
+    if config.worker.rollout.noisy_half and n % 2:
+        yield Conflict(
+            ("worker.rollout.noisy_half", "worker.rollout.n", "optimization.advantage_estimator"),
+            f"noisy_half needs an even number of responses to a prompt, not {n}; set worker.rollout.n to an even "
+            "number, or noisy_half to false",
         )
     if n > 1:
         return

@@ -55,13 +55,15 @@ class Limits:
     needs: Needs
     full_divergence: bool = False  # whether the update reads the reference's whole vocabulary
     live_needs: Needs = field(default_factory=Needs)  # of the update: the other views that it reads, with gradients
+    views_sampled: int = 1  # of a prompt by the engine, which share its responses: 2 with noised images
     encodes_ahead: bool = False  # whether an update encodes the images of the next pass before a backward pass
 
     @property
     def batch(self) -> Batch:
         """The largest batch of an engine, if it fits. Engines that take smaller ones cut it."""
-        n = min(self.sampling.n, ROWS_PER_BATCH)
-        return Batch(min(self.prompts, ROWS_PER_BATCH // n), self.prompt_tokens, replace(self.sampling, n=n))
+        n = min(self.sampling.n // self.views_sampled, ROWS_PER_BATCH)
+        prompts = min(self.prompts * self.views_sampled, ROWS_PER_BATCH // n)
+        return Batch(prompts, self.prompt_tokens, replace(self.sampling, n=n))
 
     @property
     def probe_needs(self) -> Needs:

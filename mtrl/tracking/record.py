@@ -190,6 +190,8 @@ def response_columns(it: Experience) -> dict[str, Any]:
     if (mass := streams.get("mass")) is not None:
         by_segment = [[mean(mass[:, :, s, pool]) for pool in (TEXT, VISION)] for s in range(len(STORED_SEGMENTS))]
         columns |= {"mass": by_segment, "vision": by_segment[STORED_SEGMENTS.index("all")][VISION]}
+    if rollouts.noised is not None:
+        columns |= {"noised": rollouts.noised.tolist()}
     if it.credit is not None:
         counts = {"kept": it.credit.keep_mask & mask, "trained": it.credit.trained & mask}
         columns |= {name: tokens.sum(1).tolist() for name, tokens in counts.items()}

@@ -67,6 +67,7 @@ class RunFiles(Tracker):
                 "finish": rollouts.finish_reason[i],
                 "version": int(rollouts.version[i]),  # the sampling weights' version; replayed rows have an earlier one
             }
+            | ({} if rollouts.noised is None else {"noised": bool(rollouts.noised[i])})
             for i, task in enumerate(tasks)
         ]
         if self.every_step:

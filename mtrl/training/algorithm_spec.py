@@ -12,6 +12,7 @@ from mtrl.algorithms.losses import Loss
 from mtrl.algorithms.replay import ReplayRule
 from mtrl.algorithms.value_loss import ValueLoss
 from mtrl.training.dynamic_sampling import Filtering
+from mtrl.training.noisy_rollout import NoisyRollout
 from mtrl.types import Needs, Sampling
 
 NOTHING = Needs()
@@ -39,6 +40,7 @@ class AlgorithmSpec:
     reward_needs: Needs = NOTHING  # signals that rewards read: such rewards run after the probes
     filtering: Filtering | None = None
     greedy_baseline: bool = False  # whether advantages compare with the greedy response to the prompt
+    noise: NoisyRollout | None = None  # half of each group is sampled on noised images
     replay: ReplayRule | None = None
     value_loss: ValueLoss = NO_CRITIC
     maps_per_step: int = 0  # responses per step whose attention maps are recorded; -1: all

@@ -63,6 +63,8 @@ class RolloutCollector:
         spec, ready = self.spec, iter([] if first is None else [first])
         respond = lambda count: self.score(next(ready, None) or self.begin_sampling(count)())  # noqa: E731
         batch = sample_until_full(respond, spec.prompts_per_step, spec.filtering)
+        if spec.noise is not None:
+            batch = replace(batch, metrics=batch.metrics | spec.noise.metrics(self.step))
         if spec.scores_first:
             signals = self.probe(batch.experience.rollouts, spec.needs_at(self.step))
             batch = replace(batch, experience=replace(batch.experience, signals=signals))
@@ -78,7 +80,7 @@ class RolloutCollector:
         with self.clock("generate"):
             prompts = self.source.take(count)
             with self.generator.resident():
-                rollouts = self._begin(prompts, replace(spec.sampling, times_sampled=dict(self.times_sampled)))
+                rollouts = self._begin_groups(prompts)
                 greedy = self._begin(prompts, spec.sampling.greedy) if spec.greedy_baseline else None
 
         def wait() -> PendingBatch:
@@ -87,6 +89,13 @@ class RolloutCollector:
             return self.submit(sampled)
 
         return wait
+
+    def _begin_groups(self, prompts: Sequence[Prompt]) -> Callable[[], Rollouts]:
+        sampling, noise = replace(self.spec.sampling, times_sampled=dict(self.times_sampled)), self.spec.noise
+        if noise is None:
+            return self._begin(prompts, sampling)
+        wait = self._begin(noise.prompts(prompts, self.step), noise.sampling(sampling))
+        return lambda: noise.join(prompts, wait())
 
     def _begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Callable[[], Rollouts]:
         return self.generator.begin(prompts, replace(sampling, step=self.step, version=self.version))

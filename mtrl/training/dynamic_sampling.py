@@ -11,7 +11,7 @@ from typing import Literal
 
 from mtrl.algorithms.filtering import OVERALL, GroupFilter
 from mtrl.algorithms.joining import join_groups
-from mtrl.algorithms.metrics import Metrics, length_metrics, reward_metrics
+from mtrl.algorithms.metrics import Metrics, length_metrics, noised_metrics, reward_metrics
 from mtrl.types import Experience, Rewards, Signals
 from mtrl.utils.errors import RunError
 
@@ -72,6 +72,7 @@ def sample_until_full(sample: Sample, prompts: int, filtering: Filtering | None)
     if not used:
         raise nothing_kept(filtering, sampled, everything.rewards)
     metrics = reward_metrics(everything.rewards, everything.rollouts.group)
+    metrics |= noised_metrics(everything.rewards, everything.rollouts)
     metrics |= length_metrics(everything.rollouts.mask, everything.rollouts.truncated)
     metrics |= counts.metrics("") | {"filtering/rounds": float(len(rounds))}
     return CollectedBatch(join_groups([each.kept for each in rounds if each.used]), counts, metrics)

@@ -17,7 +17,7 @@ from mtrl.utils.files import is_inside, is_own_file
 from mtrl.utils.metric_history import LARGEST
 
 SORTED_BY = ("reward", "tokens", "dependency", "entropy", "vision", "advantage")
-LISTED = (*SORTED_BY, "finish", "version", "head", "kept", "trained", "scale", "failed")  # in the rows of a list
+LISTED = (*SORTED_BY, "finish", "version", "head", "kept", "trained", "scale", "failed", "noised")  # in rows of a list
 IMAGE_LISTS = ("images", "perturbed")  # of a prompt: keys of images
 MAX_SIDE = 4096  # image tokens per side
 TABLES_CACHED = 48  # tables of steps in memory, the most recently used

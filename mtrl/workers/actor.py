@@ -161,12 +161,13 @@ class LocalActor:
         total, metrics = total_loss(unpack(scores.logp, mask), streams, loss, kl, live)
         if routing is not None:
             mismatch = unpack(self.forward.gather_mismatch(routing, rollouts), mask)
-            metrics["routing_mismatch"] = weighted_sum(token_weights, mismatch)
+            metrics["routing_mismatch"] = weighted_sum(streams.weights.gap, mismatch)
         if scores.entropy is not None:
             metrics["entropy"] = weighted_sum(token_weights, unpack(scores.entropy, mask))
         if scores.support is not None:
             cut = unpack(scores.logp.detach() - scores.support, mask)
-            metrics["support_gap_mean"] = weighted_sum(token_weights, (cut - streams.rollouts.rollout_logprobs).abs())
+            gap = (cut - streams.rollouts.rollout_logprobs).abs()
+            metrics["support_gap_mean"] = weighted_sum(streams.weights.gap, gap)
         return total, metrics
 
     def _divergence(self, ours: Tensor, theirs: Tensor, rollouts: Rollouts) -> Tensor:

@@ -27,8 +27,9 @@ from mtrl.models.parallel.fsdp import compute_device, full_tensor, is_sharded, l
 from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
 from mtrl.models.state_dicts import load_weights
 from mtrl.protocols import Snapshot
-from mtrl.types import LossWeights, TrainBatch
+from mtrl.types import TrainBatch
 from mtrl.utils.errors import DeviceFull, Diverged, PassesCut
+from mtrl.utils.record_rows import map_tensors
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.offload import OffloadedTensors, parameter_pieces
 from mtrl.workers.optimizers import EightBitAdamW, RoundedAdamW, Rounding, fit_states
@@ -327,5 +328,4 @@ def take_pass(batch: TrainBatch, rows: Tensor, counts: bool) -> TrainBatch:
 
 def zero_weighted(batch: TrainBatch) -> TrainBatch:
     """The rows with weights of zero: their pass adds zeros to gradients and metrics."""
-    weights = LossWeights(**{name: torch.zeros_like(weight) for name, weight in vars(batch.weights).items()})
-    return replace(batch, weights=weights)
+    return replace(batch, weights=map_tensors(batch.weights, torch.zeros_like))

@@ -160,6 +160,14 @@ IMPOSSIBLE = [
     (["worker.hybrid_engine=false"], ["worker.hybrid_engine", "worker.rollout.n_gpus"]),
     (["worker.rollout.n_gpus=2"], ["worker.hybrid_engine", "worker.rollout.n_gpus"]),
     (
+        ["worker.rollout.noisy_half=true", "worker.rollout.n=7"],
+        ["worker.rollout.noisy_half", "worker.rollout.n = 7", "set worker.rollout.n to an even number"],
+    ),
+    (
+        ["worker.rollout.noisy_half=true", "optimization.advantage_estimator=reinforce_plus_plus"],
+        ["worker.rollout.noisy_half", "worker.rollout.n = null (default)", "needs an even number of responses"],
+    ),
+    (
         ["worker.rollout.off_policy_steps=1", "optimization.tis_clip=null"],
         ["worker.rollout.off_policy_steps", "optimization.tis_clip"],
     ),
@@ -332,6 +340,8 @@ def test_combinations_that_cannot_work_name_the_keys(overrides, words):
     "overrides",
     [
         ["worker.rollout.n=2"],
+        ["worker.rollout.noisy_half=true"],
+        ["worker.rollout.noisy_half=true", "worker.rollout.off_policy_steps=1", "optimization.online_filtering=true"],
         ["worker.rollout.n=1", "optimization.advantage_estimator=gae"],
         ["dataset.rollout_batch_size=512"],
         ["worker.actor.global_batch_size=64"],

@@ -270,7 +270,7 @@ export class Sample {
   numbers(one) {
     const rows = [
       ["tokens", one.tokens === null ? null : `${number(one.tokens)}${one.finish === "length" ? ", cut off" : ""}`], ["trained on", one.trained === undefined ? null : plural(one.trained, "token")],
-      ["advantage", one.advantage], ["trajectory weight", one.scale], ["mean S", one.dependency], ["mean entropy", one.entropy], ["mean vision mass", one.vision], ["weight version", one.version],
+      ["advantage", one.advantage], ["trajectory weight", one.scale], ["mean S", one.dependency], ["mean entropy", one.entropy], ["mean vision mass", one.vision], ["weight version", one.version], ["sampled on", one.noised ? "noised image" : null],
     ].filter(([, value]) => value !== null && value !== undefined);
     return rows.length ? h("section", { class: "card" }, h("h3", {}, "Numbers"), h("dl", {}, rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, number(value))]))) : null;
   }
