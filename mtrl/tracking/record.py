@@ -142,8 +142,8 @@ class TokenPieces:
 
 # -------------------------------------------------------------------------------------------------------------- values
 def token_streams(it: Experience) -> dict[str, Tensor]:
-    """All per-token values, [N, T] by name; `mass` is [N, T, segments, 2], text before vision. Of users' signals and those
-    that single rules read, the ones with one number per token."""
+    """All per-token values, [N, T] by name; `mass` is [N, T, segments, 2], text before vision. Of users' signals and of
+    those that single rules read, the ones with one number per token."""
     signals, credit = it.signals, it.credit
     streams: dict[str, Tensor | None] = {
         "ids": it.rollouts.tokens,
@@ -160,7 +160,8 @@ def token_streams(it: Experience) -> dict[str, Tensor]:
             "trained": credit.trained,
             "weight": credit.response_weight[:, None] * weights,
         }
-    others = {name: values for name, values in vars(signals).items() if name not in OF_SIGNALS.values()} | signals.extra
+    others: dict[str, Any] = {name: each for name, each in vars(signals).items() if name not in OF_SIGNALS.values()}
+    others |= signals.extra
     streams |= {f"{EXTRA}{n}": each for n, each in others.items() if isinstance(each, Tensor) and each.ndim == 2}
     return {name: values for name, values in streams.items() if values is not None}
 
