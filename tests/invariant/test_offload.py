@@ -228,7 +228,10 @@ MOVES = [  # whether the engine has its own weights, the other models, and the m
 ]
 
 
-@pytest.mark.parametrize(("own_engine", "parts", "before", "in_step"), MOVES)
+@pytest.mark.parametrize(
+    ("own_engine", "parts", "before", "in_step"),
+    [pytest.param(*each, marks=() if i in (0, 3) else pytest.mark.slow) for i, each in enumerate(MOVES)],
+)
 def test_weights_make_room_with_few_moves(own_engine, parts, before, in_step):
     workers = make_workers(PoisonedWeights, own_engine)
     found, weights = take_steps(workers, parts)
