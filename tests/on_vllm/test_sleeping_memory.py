@@ -70,7 +70,7 @@ def test_sleeping_memory_is_mapped_just_before_it_is_freed(sleeping):
     driver, allocator = sleeping
     driver.most = 0
     for _ in range(2):  # two engines
-        map_before_freeing()
+        map_before_freeing(allocator)
         assert driver.free_callback is allocator.python_free_callback, "the extension holds no reference"
     for address in (SIZE, 3 * SIZE, 2 * SIZE):
         driver.free(address)

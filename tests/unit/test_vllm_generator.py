@@ -33,8 +33,8 @@ class FakeHost:
         self.calls.append("load")
         self.label = label
 
-    def wake(self):
-        self.calls.append("wake")
+    def wake(self, to_load=False):
+        self.calls.append("wake to load" if to_load else "wake")
 
     def sleep(self):
         self.calls.append("sleep")
@@ -108,7 +108,7 @@ def test_a_host_that_sleeps_is_used_only_awake(weights):
         engine.load(Weights(1, weights))
         engine.generate(prompts_for(FAMILY), replace(SAMPLED, version=1))
     engine.close()
-    assert host.calls == ["sleep", "wake", "load", "generate", "sleep", "close"]
+    assert host.calls == ["sleep", "wake to load", "load", "wake", "generate", "sleep", "close"]
 
 
 def test_seeds_are_keyed_by_the_task_and_count_on():
