@@ -256,7 +256,8 @@ class Bench:
         """A table of the kernels (on a CPU: operators) of one round, the slowest first."""
         prompts = self.prompts(case)
         with self.engine(case) as (generator, sampling):
-            timed(generator, prompts, sampling)  # with the weights that the engine started with
+            self.publish(generator, 0)
+            timed(generator, prompts, sampling)
             (_, rollouts), table = profile(lambda: timed(generator, prompts, replace(sampling, step=1)), self.a.device)
         steps = rollouts.mask.shape[1] - 1
         where = f"{hardware()['gpu' if self.a.device == 'cuda' else 'cpu']}, {self.a.size}, {self.a.dtype} weights"

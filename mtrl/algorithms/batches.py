@@ -9,10 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.groups import group_count
+from mtrl.algorithms.groups import group_count, permutation
 from mtrl.algorithms.losses import Loss, LossType, loss_weights, mismatch_correction
 from mtrl.types import Experience, TrainBatch
-from mtrl.utils.seeding import rng_for
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,6 @@ def optimizer_steps(group: Tensor, prompts_per_step: int, key: Sequence[int | st
     (without one, in their own order). Rows of a step stay in order, so one step of all groups is the same for any key.
     """
     groups = group_count(group)
-    order = torch.from_numpy(rng_for(*key).permutation(groups)) if key else torch.arange(groups)
+    order = permutation(groups, *key) if key else torch.arange(groups)
     parts = order.split(prompts_per_step) if groups else ()
     return [torch.nonzero(torch.isin(group, chosen)).flatten() for chosen in parts]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mtrl.utils.seeding import rng_for
+
 
 def group_count(group: Tensor) -> int:
     return int(group.max()) + 1 if group.numel() else 0
@@ -76,3 +78,8 @@ def top_fraction(score: Tensor | None, mask: Tensor, fraction: float) -> Tensor:
     order = score.where(mask, -torch.inf).argsort(dim=1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(1, order, torch.arange(mask.shape[1]).expand_as(order))
     return (rank < keep[:, None]) & mask
+
+
+def permutation(count: int, *key: int | str) -> Tensor:
+    """[count]: the numbers from 0 on, in an order drawn by the key."""
+    return torch.from_numpy(rng_for(*key).permutation(count))

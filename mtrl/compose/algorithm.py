@@ -121,6 +121,11 @@ def bind_rules(rules: Iterable[Rule], steps: int, decode: DecodeTokens | None) -
     return tuple(bound) if decode is None else tuple(rule.bind_tokenizer(decode) for rule in bound)
 
 
+def make_live_needs(config: Config) -> Needs:
+    """What the loss terms have computed in each pass of an update."""
+    return Loss(terms=make_loss_terms(config)).live_needs
+
+
 def critic_warmup_steps(config: Config) -> int:
     """Steps that train only the critic; 0 without a critic."""
     return config.worker.critic.warmup_steps if "values" in make_estimator(config).needs else 0
@@ -289,11 +294,11 @@ def offloads_params(config: Config) -> bool:
     return config.worker.actor.offload.offload_params and not config.worker.actor.fsdp.cpu_offload
 
 
-def make_update_batching(config: Config, on_gpu: bool, share_prefix: bool) -> MicroBatching:
+def make_update_batching(config: Config, on_gpu: bool, share_prefix: bool, views: int = 1) -> MicroBatching:
     """How an update is split into micro-batches: by tokens, or by rows without `dynamic_batching`."""
-    rows, live = config.worker.actor.micro_batch_size_per_device_for_update, Loss(terms=make_loss_terms(config))
+    rows = config.worker.actor.micro_batch_size_per_device_for_update
     batching = make_micro_batching(config, rows, GPU_TOKENS_PER_MICRO_BATCH if on_gpu else 0, share_prefix)
-    return replace(batching, views=live.live_needs.views)
+    return replace(batching, views=views)
 
 
 def make_probe_batching(config: Config, on_gpu: bool, share_prefix: bool) -> MicroBatching:

@@ -43,9 +43,7 @@ def build_critic(
     return LocalCritic(
         replace(policy, backbone=make_backbone(config, model, ranks)),
         algorithm.make_schedule(config, config.worker.critic.optim, steps),
-        update_batching=replace(
-            algorithm.make_update_batching(config, on_gpu, policy.share_prefix).over(ranks), views=1
-        ),
+        update_batching=algorithm.make_update_batching(config, on_gpu, policy.share_prefix).over(ranks),
         probe_batching=algorithm.make_probe_batching(config, on_gpu, policy.share_prefix).over(ranks),
         encoder_files=encoder_files(encoder, path),
         offload_optimizer=on_gpu and algorithm.offloads_optimizer(config),

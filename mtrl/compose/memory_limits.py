@@ -9,7 +9,6 @@ from importlib.util import find_spec
 
 import torch
 
-from mtrl.algorithms.losses import Loss
 from mtrl.compose import algorithm
 from mtrl.compose.critic_worker import critic_path
 from mtrl.config import Config
@@ -32,18 +31,18 @@ GIB = 2**30
 
 
 def make_limits(config: Config, needs: Needs, on_gpu: bool, share_prefix: bool) -> Limits:
-    divergence = algorithm.make_divergence(config)
+    divergence, live = algorithm.make_divergence(config), algorithm.make_live_needs(config)
     return Limits(
         prompts=config.dataset.rollout_batch_size,
         prompts_per_update=config.worker.actor.global_batch_size,
         sampling=algorithm.make_training_sampling(config),
         prompt_tokens=config.dataset.max_prompt_length,
         max_pixels=config.dataset.max_pixels,
-        update=algorithm.make_update_batching(config, on_gpu, share_prefix),
+        update=algorithm.make_update_batching(config, on_gpu, share_prefix, live.views),
         probe=algorithm.make_probe_batching(config, on_gpu, share_prefix),
         needs=needs | periodic_attention_needs(config),
         full_divergence=divergence is not None and divergence.in_update,
-        live_needs=Loss(terms=algorithm.make_loss_terms(config)).live_needs,
+        live_needs=live,
         views_sampled=2 if config.worker.rollout.noisy_half else 1,
     )
 

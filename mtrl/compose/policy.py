@@ -346,11 +346,12 @@ def build_actor(
     model = policy.backbone.model
     has_own_reference = not (has_adapters(model) or is_sharded(model))  # a sharded one is placed when it is sharded
     warn_about_large_lr("worker.actor.optim.lr", config.worker.actor.optim.lr, model)
+    views = algorithm.make_live_needs(config).views
     return LocalActor(
         policy,
         algorithm.make_optimizer_settings(config, steps),
         views=ImageViews(algorithm.make_perturbation(config, images.patch_size if images else 1), images),
-        update_batching=algorithm.make_update_batching(config, on_gpu, policy.share_prefix).over(ranks),
+        update_batching=algorithm.make_update_batching(config, on_gpu, policy.share_prefix, views).over(ranks),
         probe_batching=algorithm.make_probe_batching(config, on_gpu, policy.share_prefix).over(ranks),
         encoder_files=encoder_files(encoder, model_path(config)),
         reference=reference,

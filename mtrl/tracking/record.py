@@ -26,7 +26,7 @@ from mtrl.tracking.streams import EXTRA, MAP_SCALE, MAPS, as_list, pack_response
 from mtrl.types import SEGMENTS, Experience, Prompt
 from mtrl.utils.record_rows import first_rows
 
-OF_SIGNALS = {  # names of streams that are not those of their signals
+OF_SIGNALS = {  # streams that the viewer knows, by their signals; all others have a prefix
     "old": "old_logprobs", "perturbed": "perturbed_logprobs", "reference": "ref_logprobs", "dependency": "dependency",
     "entropy": "entropy", "values": "values",
 }  # fmt: skip

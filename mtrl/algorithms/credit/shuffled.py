@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.credit.rule import Bonus, Filter, Key, Rule, Target, Weight
+from mtrl.algorithms.groups import permutation
 from mtrl.types import VIEWS, Experience, Needs, Signals
-from mtrl.utils.seeding import rng_for
 
 Across = Literal["tokens", "rows"]
 
@@ -69,12 +69,11 @@ def shuffled_positions(mask: Tensor, key: Key, across: Across) -> tuple[Tensor, 
     row, column = torch.ones_like(mask).nonzero().T.reshape(2, *mask.shape)
     targets = sources = mask.any(1).nonzero().flatten()
     if across == "rows":
-        targets = targets[torch.from_numpy(rng_for("shuffled", *key).permutation(len(targets)))]
+        targets = targets[permutation(len(targets), "shuffled", *key)]
         sources = targets.roll(1)  # another row for each, if there is more than one
     for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
         own, theirs = (mask[each].nonzero().flatten() for each in (target, source))
-        if across == "tokens":
-            theirs = theirs[torch.from_numpy(rng_for("shuffled", *key, target).permutation(len(theirs)))]
+        theirs = theirs[permutation(len(theirs), "shuffled", *key, target)] if across == "tokens" else theirs
         row[target, own] = source
         column[target, own] = theirs[torch.arange(len(own)) % len(theirs)]  # repeat if the source is shorter
     return row, column
