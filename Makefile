@@ -2,8 +2,9 @@
 # make demo       a vision-language model learns by reinforcement, on this machine, in minutes
 # make demo-cluster  the demo on two processes, by Ray
 # make test       the suite: five minutes on two cores
-# make test-lanes what needs more: test-kernels (Triton's interpreter), test-extras (loggers, 4-bit models, mtrl compare
-#                 and mtrl prepare), test-cluster (Ray, FSDP2 on CPU ranks),
+# make test-lanes what stands apart: test-rewards (functions and their sandbox), test-memory (estimates and out of memory),
+#                 test-runs (whole runs, killed and resumed), test-kernels (Triton's interpreter), test-extras (loggers,
+#                 4-bit models, mtrl compare and mtrl prepare), test-cluster (Ray, FSDP2 on CPU ranks),
 #                 test-browser (the viewer in Chromium), test-notebook (examples/tutorial.ipynb in a kernel),
 #                 test-vllm (its CPU build, in a separate environment of 3.5 GB)
 # make test-all   suite with every combination of its products, lanes, slow tests, vLLM in other processes and on ranks,
@@ -22,8 +23,8 @@ DOCS_INSTALLED := .venv/.installed-docs
 VLLM_BIN := .venv-vllm/bin
 VLLM_INSTALLED := .venv-vllm/.installed
 
-.PHONY: setup browser demo demo-cluster test test-kernels test-extras test-cluster test-browser test-notebook test-lanes \
-	setup-vllm test-vllm test-all soak lint format reference models speed docs
+.PHONY: setup browser demo demo-cluster test test-rewards test-memory test-runs test-kernels test-extras test-cluster \
+	test-browser test-notebook test-lanes setup-vllm test-vllm test-all soak lint format reference models speed docs
 
 setup: $(INSTALLED)
 
@@ -47,7 +48,8 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 KERNELS := $(wildcard tests/unit/test_decode_*.py)
 EXTRAS := $(wildcard $(foreach name,compare prepare loggers quantized eight_bit,tests/unit/test_$(name)*.py))
-LANES := tests/cluster tests/browser tests/notebook $(KERNELS) $(EXTRAS)
+FOLDERS := rewards memory runs cluster browser notebook
+LANES := $(FOLDERS:%=tests/%) $(KERNELS) $(EXTRAS)
 SKIPPED := tests/gpu tests/soak
 
 test: setup
@@ -59,16 +61,12 @@ test-kernels: setup
 test-extras: setup
 	$(PYTEST) $(EXTRAS)
 
-test-cluster: setup
-	$(PYTEST) tests/cluster
+test-browser: browser
 
-test-browser: setup browser
-	$(PYTEST) tests/browser
+$(FOLDERS:%=test-%): test-%: setup
+	$(PYTEST) tests/$*
 
-test-notebook: setup
-	$(PYTEST) tests/notebook
-
-test-lanes: test-kernels test-extras test-cluster test-browser test-notebook test-vllm
+test-lanes: test-rewards test-memory test-runs test-kernels test-extras test-cluster test-browser test-notebook test-vllm
 
 # Chromium is installed if we may; without it the tests of the viewer are skipped.
 browser:

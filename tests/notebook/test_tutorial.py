@@ -76,7 +76,7 @@ trainer.train()
 
 
 def test_an_interrupted_cell_saves_and_train_continues(tmp_path):
-    """The same numbers as without an interrupt: tests/unit/test_trainer_runs.py."""
+    """The same numbers as without an interrupt: tests/runs/test_trainer_runs.py."""
     sources = [INTERRUPTED, "trainer.train()", "[row['step'] for row in trainer.history]"]
     notebook = new_notebook(cells=[new_code_cell(source) for source in sources])
     first, second, third = run(notebook, tmp_path, allow_errors=True).cells
