@@ -225,6 +225,10 @@ class Signals:
     similarity: Tensor | None = None  # [N, T] cosine of the state before the token to its image's; 0 without an image
     token_similarity: Tensor | None = None  # [N, T] the same of the state at the token
     layer_similarity: Tensor | None = None  # [N, T] mean cosine to image tokens over all layers; 0 without an image
+    image_share: Tensor | None = None  # [N, T] of the last layer's attention on the image; 0 without an image
+    text_share: Tensor | None = None  # [N, T] on all tokens after it
+    image_shift: Tensor | None = None  # [N, T] distance of its attention within the image to that of the token before
+    text_shift: Tensor | None = None  # [N, T] within the text after it
     ref_logprobs: Tensor | None = None  # [N, T] log-prob under the reference
     divergence: Tensor | None = None  # [N, T] KL to the reference over the whole vocabulary (`full`)
     values: Tensor | None = None  # [N, T] values of the critic

@@ -18,7 +18,8 @@ DEPENDENCY_LIMIT = 10.0
 DEPENDENCY_NOISE = 1e-6
 ENTROPY_NOISE = 1e-6  # nats: what float32 leaves of the entropy of a certain token, summed over the vocabulary
 MASS_FLOOR = 1e-8
-ATTENTION = ("attention_mass", "prompt_attention_mass", "attention_maps")  # signals that need attention
+SHIFTS = ("image_share", "text_share", "image_shift", "text_shift")
+ATTENTION = ("attention_mass", "prompt_attention_mass", "attention_maps", *SHIFTS)  # signals that need attention
 TEXT, VISION = 0, 1  # the last axis of a mass
 
 

@@ -17,6 +17,7 @@ from mtrl.algorithms.filtering import GroupFilter
 from mtrl.algorithms.loss_terms import LOSS_TERMS
 from mtrl.algorithms.losses import POLICY_LOSSES, Loss, LossTerm, PolicyLoss
 from mtrl.algorithms.replay import ReplayRule
+from mtrl.algorithms.signals import ATTENTION
 from mtrl.algorithms.value_loss import ValueLoss
 from mtrl.config import Config, ConfigError
 from mtrl.config.tree import OptimConfig
@@ -156,7 +157,7 @@ def add_logprob_needs(needs: Needs, config: Config) -> Needs:
     actor = config.worker.actor
     once = actor.ppo_epochs == 1 and actor.global_batch_size == config.dataset.rollout_batch_size
     fresh = config.worker.rollout.off_policy_steps == 0
-    if once and fresh and not needs.without("attention_mass", "prompt_attention_mass", "values"):
+    if once and fresh and not needs.without(*ATTENTION, "values"):
         return needs
     support = Needs("support") if make_training_sampling(config).cut else NOTHING
     return needs | Needs("old_logprobs", "entropy") | support

@@ -14,6 +14,7 @@ import torch
 
 from mtrl.algorithms.advantages import Estimator
 from mtrl.algorithms.credit import Rule
+from mtrl.algorithms.signals import ATTENTION
 from mtrl.checkpoint.folder_store import write_folder
 from mtrl.compose import algorithm
 from mtrl.compose.family_checks import make_check_rollouts
@@ -303,12 +304,12 @@ def check_signals_available(config: Config, spec: AlgorithmSpec, can_read_attent
         reader, known = _name_readers(spec, unknown[0]), ", ".join(VIEWS)
         message = f"{reader} needs the signal {unknown[0]}, which nothing measures; there are {known}"
         raise ConfigError([f"optimization.signals: {message}; name the file of your own here: file.py:Name"])
-    setting, needs_attention = config.optimization.compute_attention_metrics, "attention_mass" in spec.needs
-    if (needs_attention or setting is True or spec.maps_per_step) and not can_read_attention:
+    setting, needed = config.optimization.compute_attention_metrics, [name for name in ATTENTION if name in spec.needs]
+    if (needed or setting is True or spec.maps_per_step) and not can_read_attention:
         chosen = config.worker.actor.model.attn_implementation
         raise ConfigError([f"worker.actor.model.attn_implementation: {chosen} does not expose attention; set auto"])
-    if needs_attention and setting is False:
-        reader = _name_readers(spec, "attention_mass")
+    if needed and setting is False:
+        reader = _name_readers(spec, needed[0])
         raise ConfigError([f"optimization.compute_attention_metrics: false, but {reader} reads attention; set auto"])
     if "values" in spec.needs and "values" not in spec.estimator.needs:
         reader = f"{_name_readers(spec, 'values')} needs the signal values, and there is no critic to measure it"

@@ -19,7 +19,8 @@ from mtrl.algorithms.signals import ATTENTION
 from mtrl.algorithms.vocab import full_kl
 from mtrl.memory.decode_footprint import Batch
 from mtrl.memory.live_tensors import LiveTensors
-from mtrl.models.forward import Forward, Media, PreparedPass, unpack
+from mtrl.models.device_copy import unpack
+from mtrl.models.forward import Forward, Media, PreparedPass
 from mtrl.models.parallel.fsdp import local_tensor, run_forward
 from mtrl.protocols import Generator, PromptEncoder
 from mtrl.rollout.decode.engine import ROWS_PER_SLOT

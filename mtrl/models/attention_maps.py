@@ -7,6 +7,7 @@ sequence cost nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -66,20 +67,8 @@ class PatchReader:
 
     def _shares(self, layer: AttentionLayer, group: ImageReaders, rows: slice, times: slice) -> Tensor:
         """[n, t, V]: the mean over heads on the prompt, then the share among its tokens without the sink."""
-        query, key = layer.query[group.sequence], layer.key[group.sequence]
-        columns = group.columns[rows, : times.stop]
-        chosen = query[:, columns[:, times]].unflatten(0, (len(key), -1)).float()  # [key heads, sharing heads, n, t, D]
-        before = torch.einsum("khntd,kpd->khntp", chosen, key[:, group.prompt].float())
-        own = torch.einsum("khntd,knsd->khnts", chosen, key[:, columns[:, 1:]].float())
-        time = torch.arange(times.stop, device=columns.device)
-        own = own.masked_fill(time[None, :-1] >= time[times, None], -torch.inf)  # causal
-        scores = torch.cat([before, own], -1) * layer.options["scaling"]
-        if (window := self.windows[layer.module.layer_idx]) is not None:
-            keys = torch.arange(scores.shape[-1], device=columns.device)  # the prompt, then the response
-            last = before.shape[-1] - 1 + time[times, None]
-            scores = scores.masked_fill(keys <= last - window, -torch.inf)
-        weights = scores.softmax(-1)
-        seen = layer.sp_group.all_reduce_mean(weights[..., : before.shape[-1]].mean((0, 1)))
+        window = self.windows[layer.module.layer_idx]
+        seen = attention_rows(layer, group, rows, times, window)[..., : group.prompt.stop - group.prompt.start]
         return seen[..., group.vision] / seen[..., 1:].sum(-1, keepdim=True).clamp(min=TINY)
 
     def maps(self, count: int) -> tuple[AttentionMap | None, ...]:
@@ -91,6 +80,23 @@ class PatchReader:
         return tuple(maps)
 
 
+def attention_rows(layer: AttentionLayer, group: ImageReaders, rows: slice, times: slice, window: int | None) -> Tensor:
+    """[n, t, keys]: the attention of these positions on the prompt, then on the response, as the mean over heads."""
+    query, key = layer.query[group.sequence], layer.key[group.sequence]
+    columns = group.columns[rows, : times.stop]
+    chosen = query[:, columns[:, times]].unflatten(0, (len(key), -1)).float()  # [key heads, sharing heads, n, t, D]
+    before = torch.einsum("khntd,kpd->khntp", chosen, key[:, group.prompt].float())
+    own = torch.einsum("khntd,knsd->khnts", chosen, key[:, columns[:, 1:]].float())
+    time = torch.arange(times.stop, device=columns.device)
+    own = own.masked_fill(time[None, :-1] >= time[times, None], -torch.inf)  # causal
+    scores = torch.cat([before, own], -1) * layer.options["scaling"]
+    if window is not None:
+        keys = torch.arange(scores.shape[-1], device=columns.device)
+        last = before.shape[-1] - 1 + time[times, None]
+        scores = scores.masked_fill(keys <= last - window, -torch.inf)
+    return layer.sp_group.all_reduce_mean(scores.softmax(-1).mean((0, 1)))
+
+
 def quantize_map(shares: Tensor) -> AttentionMap:
     """One byte per share: of the square root, so that a faint patch next to a strong one is not lost. The scale
     preserves the sum of a token's shares."""
@@ -100,15 +106,27 @@ def quantize_map(shares: Tensor) -> AttentionMap:
     return AttentionMap(levels.to(torch.uint8).cpu(), scale.cpu())
 
 
-def make_image_readers(layout: Layout, rollouts: Rollouts, device: torch.device) -> list[ImageReaders]:
-    """The responses of the first view whose maps are not too large, prompt by prompt, up to CELLS_PER_PASS."""
+def make_map_readers(layout: Layout, rollouts: Rollouts, device: torch.device) -> list[ImageReaders]:
+    """The responses whose maps are not too large, prompt by prompt, up to CELLS_PER_PASS."""
+    return make_image_readers(layout, rollouts, device, CELLS_PER_RESPONSE, CELLS_PER_PASS)
+
+
+def make_image_readers(
+    layout: Layout,
+    rollouts: Rollouts,
+    device: torch.device,
+    cells_per_response: float = math.inf,
+    cells_per_pass: float = math.inf,
+) -> list[ImageReaders]:
+    """The responses of the first view to prompts with images, prompt by prompt. A cell is a token with an image
+    token."""
     lengths = rollouts.mask.sum(1).tolist()
     sequences, columns = (each.split(lengths) for each in layout.predictors[0])
-    groups, left = [], CELLS_PER_PASS
+    groups, left = [], cells_per_pass
     for document in layout.documents:
         prompt = rollouts.prompts[document.prompt]
         vision = (prompt.token_pool == VISION_POOL).nonzero()[:, 0]
-        rows = [row for row in document.rows if 0 < lengths[row] * len(vision) <= CELLS_PER_RESPONSE]
+        rows = [row for row in document.rows if 0 < lengths[row] * len(vision) <= cells_per_response]
         cells = len(rows) * max((lengths[row] for row in rows), default=0) * len(vision)
         if document.view or not rows or cells > left:
             continue

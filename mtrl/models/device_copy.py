@@ -38,6 +38,18 @@ def put_rows(tensor: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
     return tensor.flatten(0, mask.dim() - 1).index_copy(0, index, rows).view(tensor.shape)
 
 
+def unpack_rows(values: Tensor, mask: Tensor) -> Tensor:
+    """[M, ..] -> [N, T, ..] where the mask is set, 0 elsewhere; on the CPU, without gradients."""
+    unpacked = torch.zeros(*mask.shape, *values.shape[1:], dtype=values.dtype)
+    unpacked[mask] = values
+    return unpacked
+
+
+def unpack(values: Tensor, mask: Tensor) -> Tensor:
+    """Scatter values [M] to where the mask [N, T], on the CPU, is set, 0 elsewhere; gradients flow."""
+    return put_rows(values.new_zeros(mask.shape), mask, values)
+
+
 def copy_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies in CPU memory, which do not follow later changes of the tensors.
 

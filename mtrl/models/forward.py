@@ -34,21 +34,19 @@ from mtrl.algorithms.vocab import (
     token_scores,
 )
 from mtrl.models import patches
-from mtrl.models.attention_maps import PatchReader, make_image_readers
+from mtrl.models.attention_signals import AttentionSignals, Segments, check_attention
 from mtrl.models.backbone import Backbone, Masks, prompt_positions, vision_tokens
-from mtrl.models.cascade_attention import CascadeMask
-from mtrl.models.device_copy import put_rows, queue_cpu_copy, to_device
+from mtrl.models.device_copy import queue_cpu_copy, to_device, unpack, unpack_rows
 from mtrl.models.families.model_family import Features
 from mtrl.models.image_similarity import ImageSimilarity
 from mtrl.models.layout import Layout, lay_out
-from mtrl.models.masked_attention import AttentionReader, MapReader, MassReader
+from mtrl.models.masked_attention import AttentionReader, MapReader
 from mtrl.models.parallel.sequence import SequenceParallelGroup
-from mtrl.models.prompt_masses import PromptRows
 from mtrl.models.recurrent import StateForks
 from mtrl.models.routing import RoutingReader
 from mtrl.models.step_inputs import StepInputs
 from mtrl.protocols import PromptEncoder
-from mtrl.types import PERTURBED, SEGMENTS, Needs, Prompt, Rollouts, Signal, Signals, TokenStates
+from mtrl.types import PERTURBED, Needs, Prompt, Rollouts, Signal, Signals, TokenStates
 
 OLD_LOGPROBS = Needs("old_logprobs")
 FUSED_CHUNK = 2048  # positions; every chunk reads and writes the gradient of the output matrix
@@ -123,12 +121,10 @@ class Forward:
         """Queue the pass of `signals`, and return a function that waits for it: meanwhile the device gets the next."""
         prepared = self.prepare(rollouts, [(views or {})[name] for name in needs.other_views])
         layout = prepared.layout
-        reader = self._make_mass_reader(layout) if "attention_mass" in needs else None
-        patch_reader = self._make_patch_reader(layout, rollouts) if "attention_maps" in needs else None
+        attention = AttentionSignals(needs, layout, rollouts, self.backbone, self._segments())
         routing = self.make_routing_reader(rollouts) if "old_logprobs" in needs else None
-        readers = [each for each in (reader, patch_reader) if each is not None]
         with ImageSimilarity(needs, layout, self.backbone, self.chunk) as similarity:
-            states = self._last_states(prepared, readers, routing)
+            states = self._last_states(prepared, attention.readers, routing)
         original, *others = self._select_predictors(states, layout)
         similar = similarity.measure(states, original)
         del states  # frees memory for the vocabulary
@@ -141,11 +137,9 @@ class Forward:
             scored["routing_mismatch"] = self.gather_mismatch(routing, rollouts)
 
         def collect() -> Signals:
-            signals = self._unpack_scored(scored, rollouts, needs)
-            mass = {} if reader is None else self._unpack_mass(reader, layout, rollouts)
-            maps = None if patch_reader is None else patch_reader.maps(len(rollouts))
+            signals: dict[str, Any] = self._unpack_scored(scored, rollouts, needs)
             extra = {name: unpack_rows(values.cpu(), rollouts.mask) for name, values in measured.items()}
-            return Signals(**signals, **mass, attention_maps=maps, extra=extra)
+            return Signals(**signals | attention.collect(), extra=extra)
 
         return collect
 
@@ -228,7 +222,7 @@ class Forward:
     def maps(self, rollouts: Rollouts, tokens: Sequence[int]) -> Tensor:
         """[tokens, len(SEGMENTS), L]: the attention of chosen tokens of one response on each prompt token."""
         assert len(rollouts) == 1, "maps are for one response at a time"
-        self._check_attention()
+        check_attention(self.backbone)
         prepared = self.prepare(rollouts)
         layout = prepared.layout
         chosen, device = torch.tensor(tokens, dtype=torch.long), self.backbone.device
@@ -420,62 +414,14 @@ class Forward:
         assert routing.mismatch is not None, "a pass has been read"
         return self.gather_tokens(routing.mismatch, rollouts)
 
-    # ------------------------------------------------------------------------------------------------------ attention
-    def _make_mass_reader(self, layout: Layout) -> MassReader:
-        """Reads the positions that predict the responses, then those of the prompts' tails."""
-        self._check_attention()
-        device = self.backbone.device
-        clean = [tail for tail, d in zip(layout.tails, layout.documents, strict=True) if d.view == 0]
-        sequence, column = (torch.cat(each) for each in zip(layout.predictors[0], *clean, strict=True))
-        corner = layout.corner((sequence, column))  # that of the first view, which comes first
-        pool, sink = to_device(layout.pool[corner], device), to_device(layout.sink[corner], device)
-        causal = layout.causal and self.backbone.is_causal
-        masks = {} if causal else self.backbone.make_masks(layout.document_mask[corner], layout.packed)
-        index = to_device(sequence, device), to_device(column, device)
-        by_kernel = any(isinstance(mask, CascadeMask) for mask in masks.values())
-        rows = PromptRows.of(layout.document_mask, column, device) if by_kernel else None
-        return MassReader(pool, sink, index, self._segments(), self.backbone.by_layer(masks), rows)
-
-    def _make_patch_reader(self, layout: Layout, rollouts: Rollouts) -> PatchReader:
-        self._check_attention()
-        groups = make_image_readers(layout, rollouts, self.backbone.device)
-        windows = self.backbone.by_layer({kind: rule.window for kind, rule in self.backbone.mask_rules.items()})
-        return PatchReader(groups, self._segments()[SEGMENTS.index("all")], windows)
-
-    def _segments(self) -> list[list[int]]:
+    def _segments(self) -> Segments:
         """The layers of each segment, counted among those that have attention."""
         layers = self.backbone.attention_layers
         segments = layer_segments(len(layers), self.attention_last_k_layers, self.token_weight_last_k_layers)
         return [[layers[index] for index in segment] for segment in segments]
-
-    def _check_attention(self) -> None:
-        if not self.backbone.uses_own_attention:
-            raise ValueError("attention metrics, rewards and token weights need attn_implementation auto or sdpa")
-
-    def _unpack_mass(self, reader: MassReader, layout: Layout, rollouts: Rollouts) -> dict[str, Tensor]:
-        clean = [(tail, d) for tail, d in zip(layout.tails, layout.documents, strict=True) if d.view == 0]
-        tokens = int(rollouts.mask.sum())
-        responses, *tails = reader.total.cpu().split([tokens, *(len(tail[1]) for tail, _ in clean)])
-        mass = unpack_rows(responses, rollouts.mask)
-        prompt_mass = torch.zeros(len(rollouts), *responses.shape[1:])
-        for values, (_, document) in zip(tails, clean, strict=True):
-            prompt_mass[list(document.rows)] = values.mean(0)
-        return {"attention_mass": mass, "prompt_attention_mass": prompt_mass}
 
 
 def find_row_dims(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
     """The dimension of the arguments of a chunk's functions (`algorithms/vocab.py`) that counts its positions."""
     hidden, _matrix, targets, *others = tensors
     return ((each, 0) for each in (hidden, targets, *(other for other in others if other.dim() == 2)))
-
-
-def unpack_rows(values: Tensor, mask: Tensor) -> Tensor:
-    """[M, ..] -> [N, T, ..] where the mask is set, 0 elsewhere; on the CPU, without gradients."""
-    unpacked = torch.zeros(*mask.shape, *values.shape[1:], dtype=values.dtype)
-    unpacked[mask] = values
-    return unpacked
-
-
-def unpack(values: Tensor, mask: Tensor) -> Tensor:
-    """Scatter values [M] to where the mask [N, T], on the CPU, is set, 0 elsewhere; gradients flow."""
-    return put_rows(values.new_zeros(mask.shape), mask, values)

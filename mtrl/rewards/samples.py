@@ -8,10 +8,10 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from mtrl.algorithms.signals import ATTENTION, pool_sizes, segment, sequence_mass, vgr
+from mtrl.algorithms.signals import ATTENTION, SHIFTS, pool_sizes, segment, sequence_mass, vgr
 from mtrl.types import SEGMENTS, VIEWS, Prompt, Rollouts, Signals
 
-PER_TOKEN = tuple(name for name in VIEWS if name not in ATTENTION)  # [N, T]; attention has more dimensions
+PER_TOKEN = tuple(name for name in VIEWS if name not in ATTENTION or name in SHIFTS)  # [N, T]; others have more axes
 
 
 def make_samples(

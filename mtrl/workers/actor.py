@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mtrl.algorithms.losses import Loss, total_loss, weighted_sum
 from mtrl.algorithms.signals import ATTENTION
-from mtrl.models.device_copy import to_device
-from mtrl.models.forward import Forward, Media, PreparedPass, unpack
+from mtrl.models.device_copy import to_device, unpack
+from mtrl.models.forward import Forward, Media, PreparedPass
 from mtrl.models.parallel.fsdp import run_forward, run_frozen_forward
 from mtrl.models.state_dicts import exported_weights
 from mtrl.models.views import ImageViews

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.value_loss import ValueLoss, value_loss
-from mtrl.models.device_copy import to_device
-from mtrl.models.forward import Forward, PreparedPass, unpack
+from mtrl.models.device_copy import to_device, unpack
+from mtrl.models.forward import Forward, PreparedPass
 from mtrl.models.parallel.fsdp import run_forward
 from mtrl.protocols import Snapshot
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch

@@ -17,7 +17,8 @@ from mtrl.algorithms.vocab import full_kl
 from mtrl.checkpoint.learner_snapshot import ModelSnapshot, RankSnapshot, make_rank_snapshot
 from mtrl.models.adapters import adapters_off
 from mtrl.models.backbone import Backbone
-from mtrl.models.forward import Forward, unpack
+from mtrl.models.device_copy import unpack
+from mtrl.models.forward import Forward
 from mtrl.models.parallel.fsdp import copy_model, is_sharded
 from mtrl.models.state_dicts import exported_weights, load_weights
 from mtrl.types import Needs, Rollouts, Signals

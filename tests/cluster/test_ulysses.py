@@ -16,6 +16,7 @@ from sharded_helpers import CPU, MIXED, ONE_GROUP, TEXT_AND_ONE_IMAGE, check
 from tiny_models import fresh_backbone, get_encoder, plain_logp, prompts_for, random_rollouts, shared_backbone
 from torch import Tensor
 
+from mtrl.algorithms.signals import SHIFTS
 from mtrl.cli import main
 from mtrl.compose.worker_groups import WorkerPlan, check_sequence_parallel
 from mtrl.config import ConfigError, load_config
@@ -58,6 +59,7 @@ NEEDS = Needs(
     "similarity",
     "token_similarity",
     "layer_similarity",
+    *SHIFTS,
     "attention_mass",
     "prompt_attention_mass",
     *("kl@none", "jsd@none", "logprobs@black", "entropy@none"),

@@ -17,7 +17,7 @@ from tiny_models import (
     shared_backbone,
 )
 
-from mtrl.algorithms.signals import pool_sizes, segment, sequence_mass, vgr
+from mtrl.algorithms.signals import SHIFTS, pool_sizes, segment, sequence_mass, vgr
 from mtrl.models import attention_maps
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
@@ -199,6 +199,54 @@ def test_maps_of_whole_responses_equal_those_of_eager_matrices(family, route, la
         error = (found.shares - expected).abs() / (expected * most).sqrt().clamp(min=most / 255)
         assert error.max() < 2 / 255, "half a level of a root, and what the scale moves"
         assert found.shares.std(1).min() > 1e-4, "worth drawing"
+
+
+# ---------------------------------------------------------------------------------------------------------- its moves
+def moves_by_definition(family, row):
+    """[length, 4] shares and shifts of the last layer, in float64, token by token from its eager matrix."""
+    rollouts = rollouts_for(family)
+    prompt, length = rollouts.prompts[GROUP[row]], LENGTHS[row]
+    inputs = plain_inputs(get_encoder(family), prompt, rollouts.tokens[row, :length])
+    with torch.no_grad():
+        matrix = eager_model(family)(**inputs, output_attentions=True, use_cache=False).attentions[-1][0]
+    vision = (prompt.token_pool == VISION_POOL).nonzero().flatten().tolist()
+    first, last, before, found = vision[0], vision[-1], None, []
+    for token in range(length):
+        place = len(prompt.ids) - 1 + token
+        seen = matrix[:, place].double().mean(0)[: place + 1].numpy()
+        parts = seen[first:last], seen[last:]
+        shifts = [0.0, 0.0]
+        if before is not None:
+            for number, (old, new) in enumerate(zip(before, parts, strict=True)):
+                p, q = (each[: len(old)] / each[: len(old)].sum() for each in (old, new))
+                shifts[number] = 2 * np.arccos(min(1.0, np.sqrt(p * q).sum()))
+        found.append([*(each.sum() for each in parts), *shifts])
+        before = parts
+    return torch.tensor(np.array(found))
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES, indirect=True)
+def test_moves_of_attention_equal_those_of_the_last_eager_matrix(family, route, monkeypatch):
+    rollouts = rollouts_for(family)
+    forward = Forward(shared_backbone(family), get_encoder(family), **route)
+    signals = forward.signals(rollouts, Needs(*SHIFTS))
+    assert signals.old_logprobs is None, "the vocabulary is left alone"
+    heads = shared_backbone(family).language_model.config.num_attention_heads
+    for scores in (None, 1, 3 * heads * 40):  # whole responses, a token at a time, and a few
+        if scores is not None:
+            monkeypatch.setattr(attention_maps, "SCORES_AT_ONCE", scores)
+            signals = forward.signals(rollouts, Needs("image_shift"))
+        found = torch.stack([signals.by_name(name) for name in SHIFTS], -1)
+        for row, length in enumerate(LENGTHS):
+            assert not found[row, length:].any()
+            if not rollouts.prompts[GROUP[row]].task.visual:
+                assert not found[row].any(), "no image to move in"
+            elif length:
+                expected = moves_by_definition(family, row)
+                close(found[row, :length, :2], expected[:, :2])
+                # arccos turns the rounding of a sum near 1 into its root
+                close(found[row, :length, 2:], expected[:, 2:], atol=2e-3)
+    assert found[0, 1:, 2:].min() > 0.01, "they move"
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES[:1], indirect=True)

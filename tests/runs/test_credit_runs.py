@@ -90,7 +90,7 @@ def test_the_oracle_reads_the_responses_of_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("family", slow_but(["qwen2_5_vl", "qwen3_vl", "qwen3_5"], "qwen2_5_vl"))
-@pytest.mark.parametrize("rule", slow_but(["pgpo", "vepo", "vgpo", "pepo", "ktae"], "vepo"))
+@pytest.mark.parametrize("rule", slow_but(["pgpo", "vepo", "vgpo", "pepo", "dyco", "ktae"], "vepo"))
 def test_rules_of_papers_train(rule, family, tmp_path):
     words = (
         f"worker.actor.model.model_path={checkpoint(family)}",

@@ -25,6 +25,7 @@ from mtrl.algorithms.credit.vision_entropy import (
     over_maximum,
     vision_entropy,
 )
+from mtrl.algorithms.signals import SHIFTS
 from mtrl.types import SEGMENTS, Rewards, Signals
 from mtrl.utils.plugins import PluginError
 
@@ -297,8 +298,8 @@ def test_text_only_rows_get_plain_credit(name):
     rollouts = fake_rollouts([3, 2], group=range(2), visual=[False, False])
     drawn = torch.rand(2, 3, generator=torch.Generator().manual_seed(0))
     known = {"dependency": drawn, "entropy": drawn, "entropy_change": drawn, "old_logprobs": drawn,
-             "perturbed_logprobs": -drawn,
-             "similarity": drawn, "token_similarity": drawn, "layer_similarity": drawn}  # fmt: skip
+             "perturbed_logprobs": -drawn, "similarity": drawn, "token_similarity": drawn, "layer_similarity": drawn,
+             **dict.fromkeys(SHIFTS, drawn)}  # fmt: skip
     views = {name: drawn for name in rule.needs.names if "@" in name}
     signals = Signals(attention_mass=torch.rand(2, 3, len(SEGMENTS), 2), **known, extra=views)
     experience = fake_experience(rollouts, signals, advantage=torch.full((2, 3), 2.0))

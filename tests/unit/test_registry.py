@@ -160,6 +160,7 @@ def test_a_file_that_cannot_be_run(tmp_path):
 READ = {
     "attention_anchors": ["attention_mass"], "attention_weights": ["attention_mass"], "bottom": ["dependency"],
     "entropy_change": ["entropy_change"], "entropy_filter": ["entropy"], "hidden_similarity": ["similarity"],
+    "dyco": ["image_share", "image_shift", "text_share", "text_shift"],
     "key_tokens": [], "ktae": [], "pepo": ["entropy", "layer_similarity"], "pgpo": ["logprobs@none", "old_logprobs"],
     "vgpo": ["token_similarity"], "vepo": ["entropy", "entropy@noised(2)", "jsd@noised(2)"],
     "mass_gate": ["dependency"], "oracle": [],

@@ -11,6 +11,7 @@ import torch
 from helpers import close, fake_experience, fake_rollouts, padded, random_cases, same
 
 from mtrl.algorithms.credit import assign
+from mtrl.algorithms.credit.dyco import Dyco
 from mtrl.algorithms.credit.ktae import Ktae
 from mtrl.algorithms.credit.pepo import Pepo
 from mtrl.algorithms.credit.pgpo import Pgpo
@@ -18,6 +19,7 @@ from mtrl.algorithms.credit.registry import make_rule
 from mtrl.algorithms.credit.rule import apply_rule
 from mtrl.algorithms.credit.vepo import Vepo
 from mtrl.algorithms.credit.vgpo import Vgpo
+from mtrl.algorithms.signals import SHIFTS
 from mtrl.compose.algorithm import make_algorithm
 from mtrl.config import load_config
 from mtrl.types import Needs, Rewards, Signals
@@ -271,6 +273,68 @@ def test_pepo_by_definition(dice):
             assert (found[part] == 1).all()
 
 
+# ------------------------------------------------------------------------------------------------------------- DyCo-RL
+DYCO_BY_HAND = {
+    "image_share": padded([[0.9, 0.1, 0.5, 0.3, 0.3]]),
+    "text_share": padded([[0.0, 0.2, 0.1, 0.4, 0.1]]),
+    "image_shift": padded([[9.0, 0.5, 0.4, 0.1, 0.2]]),
+    "text_shift": padded([[0.0, 0.2, 0.3, 0.4, 0.24]]),
+}
+
+
+def dyco_by_definition(advantage, shares, shifts, tau, alpha):
+    """The new advantages; shares and shifts are [2, T], image and text."""
+    roles = [None] + [0 if v - x > tau else 1 if v - x < -tau else None for v, x in shifts[:, 1:].T]
+    scaled = [min_max(each) if np.ptp(each) else np.zeros_like(each) for each in shares]
+    likely = {t: math.exp(scaled[role][t]) for t, role in enumerate(roles) if role is not None}
+    weights = {t: len(likely) * each / sum(likely.values()) for t, each in likely.items()}
+    return np.array([a * (1 + alpha * np.sign(a) * weights.get(t, 0.0)) for t, a in enumerate(advantage)])
+
+
+def with_advantage(experience, value):
+    return replace(experience, advantage=torch.full(experience.rollouts.mask.shape, value))
+
+
+def test_dyco_by_hand():
+    # Tokens 2 and 3 are visual (.3 and .1 above), 4 is of text (.3 below), 1 is the first, 5 is within tau. Shares of
+    # the image from .1 to .9: s = 0, .5; of the text from 0 to .4: s = 1. e^s = 1, 1.64872, 2.71828, their sum 5.36700:
+    # w = .55897, .92159, 1.51944.
+    experience = make_experience([5], **DYCO_BY_HAND)
+    up, down = (Dyco().apply(with_advantage(experience, sign), KEY) for sign in (2.0, -0.1))
+    close(up, [[1, 1.11179, 1.18432, 1.30389, 1]], atol=2e-5)
+    close(down, [[1, 0.88821, 0.81568, 0.69611, 1]], atol=2e-5)
+    same(Dyco().apply(with_advantage(experience, 0.0), KEY), torch.ones(1, 5))
+    # With tau .15 token 3 is neutral: e^s = 1, 2.71828.
+    close(Dyco(tau=0.15, alpha=0.1).apply(with_advantage(experience, 1.0), KEY)[0, [1, 3]], [1.05379, 1.14621], 2e-5)
+    with pytest.raises(ValueError, match=r"alpha is 0\.4; it must be between 0 and 1/e"):
+        Dyco(alpha=0.4)
+    with pytest.raises(ValueError, match="tau is -1"):
+        Dyco(tau=-1)
+
+
+def test_dyco_leaves_a_step_without_images_unweighted():
+    assert Dyco().apply(make_experience([3], visual=[False]), KEY) is None
+
+
+@random_cases
+def test_dyco_by_definition(dice):
+    lengths, visual, values = draw_rows(dice, 4)
+    signals = dict(zip(SHIFTS, (torch.tensor(each).float() for each in values), strict=True))
+    experience = make_experience(lengths, visual, **signals)
+    advantage = torch.tensor(dice.choice([-1.5, 0.0, 1e-9, 2.0], size=experience.rollouts.mask.shape)).float()
+    tau, alpha = float(dice.choice([0.0, 0.05, 2.0])), float(dice.choice([0.0, 0.2, 0.36]))
+    factor = apply_rule(Dyco(tau, alpha), replace(experience, advantage=advantage), KEY)
+    for row, length in enumerate(lengths):
+        part = (row, slice(length))
+        if visual[row] and length:
+            shares, shifts = np.split(np.stack([signals[name][part].numpy() for name in SHIFTS]), 2)
+            scores, kept = shares.astype(float), advantage[part].double().numpy()
+            expected = dyco_by_definition(kept, scores, shifts, np.float32(tau), alpha)
+            np.testing.assert_allclose(factor[part] * advantage[part], expected, rtol=1e-5, atol=1e-7)
+        else:
+            assert (factor[part] == 1).all()
+
+
 # ---------------------------------------------------------------------------------------------------------------- KTAE
 def fisher_by_definition(a, b, c, d):
     def likely(k):
@@ -356,6 +420,7 @@ def test_ktae_by_definition(dice):
     ("pgpo", {"tau": 0.4, "beta": 2.0}), ("vepo", {"top_p": 0.2, "a": 0.7, "noise": 2.0}),
     ("vgpo", {"beta": 0.3, "gamma": 0.5, "kappa": 0.2}),
     ("pepo", {"alpha": 0.05, "temperature": 1.8, "schedule": True}),
+    ("dyco", {"tau": 0.05, "alpha": 0.2}),
     ("ktae", {"alpha": 1.0, "beta": 1.0, "strength": 1.0}),
 ])  # fmt: skip
 def test_they_have_names_and_published_defaults(name, arguments):
@@ -366,8 +431,8 @@ def test_results_are_float32():
     values = torch.rand(1, 3, dtype=torch.float64)
     signals = {"old_logprobs": -values, "logprobs_at_none": -2 * values, "entropy": values, "token_similarity": values,
                "layer_similarity": values, "jsd_at_noised2": values, "entropy_at_noised2": values}  # fmt: skip
-    experience = make_experience([3], **signals)
-    for name in ("pgpo", "vepo", "vgpo", "pepo", "ktae"):
+    experience = with_advantage(make_experience([3], **signals, **dict.fromkeys(SHIFTS, values)), 1.0)
+    for name in ("pgpo", "vepo", "vgpo", "pepo", "dyco", "ktae"):
         assert make_rule(name).bind_steps(10).apply(experience, KEY).dtype == torch.float32
 
 

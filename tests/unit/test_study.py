@@ -69,6 +69,7 @@ def test_no_rule_is_left_out():
         "vepo",
         "vgpo",
         "pepo",
+        "dyco",
         "ktae",
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mtrl.algorithms.credit.attention_anchors import AttentionAnchors
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
 from mtrl.algorithms.credit.controls import Bottom, RandomFilter
+from mtrl.algorithms.credit.dyco import Dyco
 from mtrl.algorithms.credit.entropy_change import EntropyChange
 from mtrl.algorithms.credit.entropy_filter import EntropyFilter
 from mtrl.algorithms.credit.hidden_similarity import HiddenSimilarity
@@ -35,6 +36,7 @@ RULES: dict[str, type[Rule]] = {
     "vepo": Vepo,
     "vgpo": Vgpo,
     "pepo": Pepo,
+    "dyco": Dyco,
     "ktae": Ktae,
     "mass_gate": MassGate,
     "vision_entropy": VisionEntropy,
