@@ -255,6 +255,11 @@ def test_shuffled_rules_have_the_same_kind_and_needs():
     assert shuffled(make_rule({"name": "attention_weights", "target": "mask"})).target == "mask"
 
 
+def test_a_shuffled_rule_knows_the_tokenizer():
+    inner = make_rule("oracle").bind_tokenizer(len)
+    assert shuffled(make_rule("oracle")).bind_tokenizer(len).rule.decode == inner.decode == len
+
+
 def test_shuffled_tokens_keep_the_values_and_change_their_positions():
     change = [[1.0, 2, 3, 4, 5, 6], [1, 2, 0, 0, 0, 0]]
     plain, take_signals = (
