@@ -35,6 +35,7 @@ class ImageReaders:
     sequence: int
     prompt: slice  # its columns
     vision: Tensor  # [V] the image tokens among these
+    span: tuple[int, int]  # the first and the last of these
     columns: Tensor  # [n, T] that predict each token; after the first, those of the tokens themselves
 
     def pieces(self, heads: int) -> Iterator[tuple[slice, slice]]:
@@ -139,6 +140,7 @@ def make_image_readers(
                 int(sequences[rows[0]][0]),
                 slice(end - len(prompt.ids), end),
                 to_device(vision, device),
+                (int(vision[0]), int(vision[-1])),
                 to_device(pad_sequence([columns[row] for row in rows], batch_first=True), device),
             )
         )

@@ -42,16 +42,14 @@ class ShiftReader:
         """[n, t, 4]"""
         first = max(times.start - 1, 0)  # each token is compared with the one before
         weights = attention_rows(layer, group, rows, slice(first, times.stop), self.window)
-        image = weights[..., int(group.vision[0]) : int(group.vision[-1])]
-        text = weights[..., int(group.vision[-1]) :]
+        begin, end = group.span
+        image, text = weights[..., begin:end], weights[..., end:]
         shares = torch.stack([image.sum(-1), text.sum(-1)], -1)
-        size = group.prompt.stop - group.prompt.start - int(group.vision[-1])  # text that the first token sees
+        size = group.prompt.stop - group.prompt.start - end  # text that the first token sees
         time = torch.arange(first, times.stop - 1, device=weights.device)
         seen = torch.arange(text.shape[-1], device=weights.device) < size + time[:, None]
-        shifts = torch.stack(
-            [fisher_rao(image, torch.ones_like(image[0, 1:], dtype=torch.bool)), fisher_rao(text, seen)], -1
-        )
-        if first == times.start:
+        shifts = torch.stack([fisher_rao(image), fisher_rao(text, seen)], -1)
+        if not times.start:
             shifts = torch.cat([torch.zeros_like(shares[:, :1]), shifts], 1)
         return torch.cat([shares[:, -shifts.shape[1] :], shifts], -1)
 
@@ -64,9 +62,11 @@ class ShiftReader:
         return {name: each.where(mask, 0.0) for name, each in zip(names, values.unbind(-1), strict=True)}
 
 
-def fisher_rao(weights: Tensor, seen: Tensor) -> Tensor:
+def fisher_rao(weights: Tensor, seen: Tensor | float = 1.0) -> Tensor:
     """[n, t]: 2 arccos(sum of sqrt(p q)) of each row of `weights` [n, t + 1, keys] and the next one, over the keys that
-    are `seen` [t, keys] by both."""
+    are `seen` [t, keys] by both; 0 without keys (an image of one token)."""
+    if not weights.shape[-1]:
+        return torch.zeros_like(weights[:, 1:]).sum(-1)
     shares = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
     before, after = (each.clamp(min=LEAST_SHARE) * seen for each in (shares[:, :-1], shares[:, 1:]))
     before, after = (each / each.sum(-1, keepdim=True) for each in (before, after))

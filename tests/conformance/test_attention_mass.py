@@ -1,5 +1,6 @@
 """Attention on text and image against the whole matrices of Hugging Face's eager attention, every family and route."""
 
+import math
 from functools import lru_cache
 
 import numpy as np
@@ -19,6 +20,7 @@ from tiny_models import (
 
 from mtrl.algorithms.signals import SHIFTS, pool_sizes, segment, sequence_mass, vgr
 from mtrl.models import attention_maps
+from mtrl.models.attention_shifts import fisher_rao
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import load_model
@@ -247,6 +249,15 @@ def test_moves_of_attention_equal_those_of_the_last_eager_matrix(family, route, 
                 # arccos turns the rounding of a sum near 1 into its root
                 close(found[row, :length, 2:], expected[:, 2:], atol=2e-3)
     assert found[0, 1:, 2:].min() > 0.01, "they move"
+
+
+def test_moves_by_hand():
+    rows = torch.tensor([[[0.1, 0.1, 0.0], [0.3, 0.0, 0.3], [0.3, 0.0, 0.3]]])
+    everything = 2 * math.acos(0.5)  # p = .5 .5 0, q = .5 0 .5
+    half = 2 * math.acos(math.sqrt(0.5))  # over the first two keys q = 1 0
+    close(fisher_rao(rows), torch.tensor([[everything, 0.0]]), atol=1e-3)
+    close(fisher_rao(rows, torch.tensor([[1, 1, 0], [1, 1, 1]])), torch.tensor([[half, 0.0]]), atol=1e-3)
+    close(fisher_rao(rows[..., :0]), torch.zeros(1, 2))
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES[:1], indirect=True)
