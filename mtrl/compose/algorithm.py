@@ -11,7 +11,7 @@ from mtrl.algorithms.advantages import ESTIMATORS, Estimator
 from mtrl.algorithms.batches import BatchPlan
 from mtrl.algorithms.credit import Rule
 from mtrl.algorithms.credit.registry import REGISTRY, make_rule
-from mtrl.algorithms.credit.rule import DecodeTokens
+from mtrl.algorithms.credit.rule import DecodeTokens, RunFacts
 from mtrl.algorithms.divergence import Divergence
 from mtrl.algorithms.filtering import GroupFilter
 from mtrl.algorithms.loss_terms import LOSS_TERMS
@@ -84,7 +84,7 @@ def make_algorithm(
         ),
         estimator=estimator,
         divergence=divergence,
-        credit=bind_rules(credit, steps, decode),
+        credit=tuple(rule.bind(RunFacts(steps, decode)) for rule in credit),
         loss=Loss(
             policy=make_policy_loss(config),
             entropy_penalty_coef=optimization.entropy_penalty_coef if optimization.use_entropy_penalty else 0.0,
@@ -114,12 +114,6 @@ def make_algorithm(
 def make_loss_terms(config: Config) -> tuple[LossTerm, ...]:
     terms = config.optimization.loss_terms
     return tuple(make_named(LOSS_TERMS, "optimization.loss_terms", each) for each in terms)
-
-
-def bind_rules(rules: Iterable[Rule], steps: int, decode: DecodeTokens | None) -> tuple[Rule, ...]:
-    """The rules for a run of so many steps, and for its tokenizer if that is known."""
-    bound = (rule.bind_steps(steps) for rule in rules)
-    return tuple(bound) if decode is None else tuple(rule.bind_tokenizer(decode) for rule in bound)
 
 
 def make_live_needs(config: Config) -> Needs:

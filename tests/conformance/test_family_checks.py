@@ -10,7 +10,7 @@ import torch
 from tiny_models import SHARPER, checkpoint
 
 from mtrl.compose.family_checks import make_candidate, make_check_rollouts, run_check, run_checks
-from mtrl.models import adapters, check_candidate, family_checks, recurrent
+from mtrl.models import adapters, attention_signals, check_candidate, family_checks, recurrent
 from mtrl.models import forward as forward_module
 from mtrl.models.backbone import Backbone
 from mtrl.models.check_candidate import Finding, check_lengths
@@ -151,7 +151,7 @@ def ignored_views(monkeypatch):
 def wrong_pool(monkeypatch):
     swapped = {0: 0, 1: 2, 2: 1, -1: -1}
     swap = lambda pool: pool.clone().cpu().apply_(swapped.get)  # noqa: E731
-    monkeypatch.setattr(forward_module, "MassReader", lambda pool, *others: MassReader(swap(pool), *others))
+    monkeypatch.setattr(attention_signals, "MassReader", lambda pool, *others: MassReader(swap(pool), *others))
 
 
 def wrong_layers(monkeypatch):

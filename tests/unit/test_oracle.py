@@ -10,6 +10,7 @@ from helpers import fake_experience, fake_rollouts, same
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.oracle import Oracle
 from mtrl.algorithms.credit.registry import make_rule
+from mtrl.algorithms.credit.rule import RunFacts
 from mtrl.algorithms.credit.token_spans import token_spans
 from mtrl.compose.algorithm import make_algorithm, make_credit_rules
 from mtrl.config import ConfigError, load_config
@@ -52,7 +53,7 @@ IDS = [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_the_tokens_that_hold_a_causal_character_count():
-    rule = Oracle().bind_tokenizer(words)
+    rule = Oracle().bind(RunFacts(1, words))
     experience = message([RESPONSE, RESPONSE[:20]], [IDS, [1, 2, 3]], [SCENE, SCENE])
     expected = torch.tensor([[0, 0, 1, 0, 1, 0, 0], [0, 0, 1, 0, 0, 0, 0]], dtype=torch.bool)
     same(rule.apply(experience, KEY), expected)
@@ -66,7 +67,7 @@ def test_it_does_not_speak_for_others():
     columns = [SCENE, {"task": "zoo"}, None, SCENE, SCENE]
     texts, ids = [RESPONSE] * 4 + [silent], [IDS] * 4 + [[8, 7]]
     experience = message(texts, ids, columns, visual=[True, True, True, False, True])
-    rule = Oracle().bind_tokenizer(words)
+    rule = Oracle().bind(RunFacts(1, words))
     assert rule.applies_to(experience).tolist() == [True, False, False, False, False]
     select = assign([rule], experience, KEY).keep_mask
     assert select[0].sum() == 2
@@ -74,7 +75,7 @@ def test_it_does_not_speak_for_others():
 
 
 def test_a_rule_without_a_tokenizer():
-    with pytest.raises(AssertionError, match="bind_tokenizer"):
+    with pytest.raises(AssertionError, match="bind was not called"):
         Oracle().apply(message([RESPONSE], [IDS], [SCENE]), KEY)
 
 
@@ -121,7 +122,7 @@ def test_a_whole_response_of_the_task():
     rollouts = make_rollouts(
         [prompt], [0], [ids], None, text=[encoder.decode(ids)], finish=["stop"], version=0, pad_id=encoder.pad_id
     )
-    rule = Oracle().bind_tokenizer(TokenPieces(encoder.decode_tokens, encoder.decode))
+    rule = Oracle().bind(RunFacts(1, TokenPieces(encoder.decode_tokens, encoder.decode)))
     (kept,) = rule.apply(fake_experience(rollouts), KEY)
     assert encoder.decode(torch.tensor(ids)[kept]).replace(" ", "") == "redred"
     assert [text[a:b] for a, b in causal_spans(question.columns, text)] == ["red", "red"]
@@ -137,7 +138,7 @@ def test_a_function_of_the_users(tmp_path):
     path = tmp_path / "mine.py"
     told_all = "row['answer'] is None and row['id'] == 'p0'"
     path.write_text(f"def spans(row, response):\n    return [(0, 1)] if {told_all} else None\n")
-    rule = make_rule({"name": "oracle", "spans": f"{path}:spans"}).bind_tokenizer(words)
+    rule = make_rule({"name": "oracle", "spans": f"{path}:spans"}).bind(RunFacts(1, words))
     same(rule.apply(message([RESPONSE], [IDS], [None]), KEY), torch.tensor([[1, 0, 0, 0, 0, 0, 0]], dtype=torch.bool))
 
 

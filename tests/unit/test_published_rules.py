@@ -17,6 +17,7 @@ from mtrl.algorithms.credit.mass_gate import MassGate
 from mtrl.algorithms.credit.perception_bonus import PerceptionBonus
 from mtrl.algorithms.credit.perception_filter import PerceptionFilter
 from mtrl.algorithms.credit.registry import RULES, make_rule
+from mtrl.algorithms.credit.rule import RunFacts
 from mtrl.algorithms.credit.shuffled import shuffled, take_signals
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.credit.vision_entropy import (
@@ -256,8 +257,8 @@ def test_shuffled_rules_have_the_same_kind_and_needs():
 
 
 def test_a_shuffled_rule_knows_the_tokenizer():
-    inner = make_rule("oracle").bind_tokenizer(len)
-    assert shuffled(make_rule("oracle")).bind_tokenizer(len).rule.decode == inner.decode == len
+    inner = make_rule("oracle").bind(RunFacts(1, len))
+    assert shuffled(make_rule("oracle")).bind(RunFacts(1, len)).rule.decode == inner.decode == len
 
 
 def test_shuffled_tokens_keep_the_values_and_change_their_positions():
@@ -297,7 +298,7 @@ def test_shuffled_by_name():
 @pytest.mark.parametrize("name", sorted(RULES.keys() - {"shuffled"}))
 def test_text_only_rows_get_plain_credit(name):
     """For rules that read the image; rules by entropy or ids also cover text rows."""
-    rule = make_rule(name).bind_steps(10)
+    rule = make_rule(name).bind(RunFacts(10))
     if name in ("entropy_filter", "key_tokens"):
         return
     rollouts = fake_rollouts([3, 2], group=range(2), visual=[False, False])

@@ -16,7 +16,7 @@ from mtrl.algorithms.credit.ktae import Ktae
 from mtrl.algorithms.credit.pepo import Pepo
 from mtrl.algorithms.credit.pgpo import Pgpo
 from mtrl.algorithms.credit.registry import make_rule
-from mtrl.algorithms.credit.rule import apply_rule
+from mtrl.algorithms.credit.rule import RunFacts, apply_rule
 from mtrl.algorithms.credit.vepo import Vepo
 from mtrl.algorithms.credit.vgpo import Vgpo
 from mtrl.algorithms.signals import SHIFTS
@@ -235,14 +235,14 @@ def test_pepo_reads_both_signals(missing):
 
 
 def test_pepo_blends_its_weights_in_over_the_run():
-    experience, rule = make_experience([3], **PEPO_BY_HAND), make_rule("pepo").bind_steps(8)
+    experience, rule = make_experience([3], **PEPO_BY_HAND), make_rule("pepo").bind(RunFacts(8))
     full = Pepo(schedule=False).apply(experience, KEY)
     same(rule.apply(experience, (3, 0)), torch.ones(1, 3))
     for step, share in ((2, 1 / 4), (6, 3 / 4), (8, 1.0), (9, 1.0)):
         close(rule.apply(experience, (3, step)), 1 - share + share * full, atol=1e-6)
-    with pytest.raises(AssertionError, match="bind_steps was not called"):
+    with pytest.raises(AssertionError, match="bind was not called"):
         Pepo().apply(experience, KEY)
-    bound = make_rule({"name": "shuffled", "rule": "pepo", "across": "rows"}).bind_steps(8)
+    bound = make_rule({"name": "shuffled", "rule": "pepo", "across": "rows"}).bind(RunFacts(8))
     close(bound.apply(experience, (3, 4)), (1 + full) / 2, atol=1e-6)
 
 
@@ -260,7 +260,7 @@ def test_pepo_by_definition(dice):
     total, step = int(dice.integers(1, 9)), int(dice.integers(0, 9))
     experience = make_experience(lengths, visual, layer_similarity=torch.tensor(similarity),
                                  entropy=torch.tensor(entropy))  # fmt: skip
-    found = apply_rule(Pepo(**arguments).bind_steps(total), experience, (1, step))
+    found = apply_rule(Pepo(**arguments).bind(RunFacts(total)), experience, (1, step))
     share = min(1, Fraction(step, total))
     for row, length in enumerate(lengths):
         part = (row, slice(length))
@@ -433,7 +433,7 @@ def test_results_are_float32():
                "layer_similarity": values, "jsd_at_noised2": values, "entropy_at_noised2": values}  # fmt: skip
     experience = with_advantage(make_experience([3], **signals, **dict.fromkeys(SHIFTS, values)), 1.0)
     for name in ("pgpo", "vepo", "vgpo", "pepo", "dyco", "ktae"):
-        assert make_rule(name).bind_steps(10).apply(experience, KEY).dtype == torch.float32
+        assert make_rule(name).bind(RunFacts(10)).apply(experience, KEY).dtype == torch.float32
 
 
 def test_their_signals_can_be_shuffled():

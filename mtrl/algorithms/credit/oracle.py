@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.credit.rule import DecodeTokens, Filter, Key
+from mtrl.algorithms.credit.rule import DecodeTokens, Filter, Key, RunFacts
 from mtrl.algorithms.credit.token_spans import Span, token_spans
 from mtrl.types import Experience
 from mtrl.utils.plugins import PluginError, load_user_object
@@ -27,14 +27,14 @@ class Oracle(Filter):
     row has the columns, the answer and the id. The rule does not apply to unknown rows or to rows without an image."""
 
     spans: str = "mtrl.embedded.scenes:causal_spans"
-    decode: ClassVar[DecodeTokens | None] = None  # set by bind_tokenizer
+    decode: ClassVar[DecodeTokens | None] = None  # set by bind
 
     def __post_init__(self) -> None:
         load_span_function(self.spans)
 
-    def bind_tokenizer(self, decode: DecodeTokens) -> Oracle:
+    def bind(self, run: RunFacts) -> Oracle:
         bound = replace(self)
-        object.__setattr__(bound, "decode", decode)
+        object.__setattr__(bound, "decode", run.decode)
         return bound
 
     def applies_to(self, experience: Experience) -> Tensor:
@@ -45,7 +45,7 @@ class Oracle(Filter):
         keep = torch.zeros_like(rollouts.mask)
         for row, causal in enumerate(self.causal_spans(experience)):
             if causal is not None:
-                assert self.decode is not None, "bind_tokenizer was not called"
+                assert self.decode is not None, "bind was not called"
                 valid = rollouts.mask[row]
                 spans = token_spans(self.decode(rollouts.tokens[row, valid].tolist()), rollouts.text[row])
                 keep[row, valid] = torch.tensor([any(a < end and start < b for a, b in causal) for start, end in spans])

@@ -27,7 +27,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.credit.rule import Key, Weight
+from mtrl.algorithms.credit.rule import Key, RunFacts, Weight
 from mtrl.algorithms.groups import row_mean, row_min_max
 from mtrl.types import Experience, Needs
 
@@ -42,11 +42,11 @@ class Pepo(Weight):
     temperature: float = 1.8
     schedule: bool = True
     needs = Needs("layer_similarity", "entropy")
-    total_steps: ClassVar[int | None] = None  # set by bind_steps
+    total_steps: ClassVar[int | None] = None  # set by bind
 
-    def bind_steps(self, total: int) -> Pepo:
+    def bind(self, run: RunFacts) -> Pepo:
         bound = replace(self)
-        object.__setattr__(bound, "total_steps", total)
+        object.__setattr__(bound, "total_steps", run.total_steps)
         return bound
 
     def apply(self, experience: Experience, key: Key) -> Tensor:
@@ -64,5 +64,5 @@ class Pepo(Weight):
         """lambda"""
         if not self.schedule:
             return 1.0
-        assert self.total_steps is not None, "bind_steps was not called"
+        assert self.total_steps is not None, "bind was not called"
         return min(1.0, step / self.total_steps)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol, TypeVar, get_args
 
@@ -41,6 +42,14 @@ class DecodeTokens(Protocol):
     def __call__(self, ids: Sequence[int]) -> Sequence[str]: ...
 
 
+@dataclass(frozen=True)
+class RunFacts:
+    """What a rule may know of the run that it is for."""
+
+    total_steps: int
+    decode: DecodeTokens | None = None  # None where no tokenizer is at hand, as in a check of the configuration
+
+
 class Rule(ABC):
     """Base of all kinds. Subclasses are frozen dataclasses whose fields are the arguments in the configuration."""
 
@@ -49,12 +58,8 @@ class Rule(ABC):
         """The signals that the rule reads; subclasses set a class attribute."""
         return Needs()
 
-    def bind_tokenizer(self, decode: DecodeTokens) -> Rule:
-        """Return the rule for this run's tokenizer. Only rules that look at words override this."""
-        return self
-
-    def bind_steps(self, total: int) -> Rule:
-        """Return the rule for a run of so many steps. Only rules that change over a run override this."""
+    def bind(self, run: RunFacts) -> Rule:
+        """Return the rule for this run. Only rules that look at words, or change over a run, override this."""
         return self
 
     @abstractmethod

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.credit.rule import Bonus, DecodeTokens, Filter, Key, Rule, Target, Weight
+from mtrl.algorithms.credit.rule import Bonus, Filter, Key, Rule, RunFacts, Target, Weight
 from mtrl.algorithms.groups import permutation
 from mtrl.types import VIEWS, Experience, Needs, Signals
 
@@ -27,11 +27,8 @@ class Shuffled(Rule):
     def needs(self) -> Needs:
         return self.rule.needs
 
-    def bind_tokenizer(self, decode: DecodeTokens) -> Rule:
-        return replace(self, rule=self.rule.bind_tokenizer(decode))
-
-    def bind_steps(self, total: int) -> Rule:
-        return replace(self, rule=self.rule.bind_steps(total))
+    def bind(self, run: RunFacts) -> Rule:
+        return replace(self, rule=self.rule.bind(run))
 
     def apply(self, experience: Experience, key: Key) -> Tensor | None:
         row, column = shuffled_positions(experience.rollouts.mask, key, self.across)
