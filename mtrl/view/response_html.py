@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
 
 from mtrl.tracking.blocks import RECORD_DIR
 from mtrl.tracking.streams import EXTRA
 from mtrl.utils.terminal import sanitize
 from mtrl.view.query import rows_with_signal
 from mtrl.view.rollout_store import Json, RecordedRollouts
+from mtrl.view.signal_names import STREAMS, SignalName, name_signal
 
 AMOUNT, ABOVE, BELOW = "236, 112, 20", "20, 130, 190", "221, 92, 34"  # red, green, blue, as in view.css
 STRONGEST = 0.82  # opacity: the text must show through
@@ -21,21 +21,16 @@ NO_RECORD = "no responses are recorded in {}; train first, with record_rollouts_
 TIPS = ("dependency", "entropy", "advantage", "weight", "old", "mask", "trained")  # in the tooltip of a token
 
 
-class Colouring(NamedTuple):
-    """What a stream means, and the centre that its values lie around; None: amounts from 0."""
-
-    meaning: str
-    centre: float | None = None
-
-
 COLOURINGS = {
-    "dependency": Colouring("visual dependency S: how much its probability changes if the image is perturbed"),
-    "entropy": Colouring("entropy of the policy at the token, in nats"),
-    "advantage": Colouring("advantage times weight, which it is trained with", 0.0),
-    "weight": Colouring("factor of its advantage", 1.0),
-    "mask": Colouring("whether the filters keep it"),
-    "old": Colouring("log-probability before the update"),
-    "vision_all": Colouring("share of its attention on the image"),
+    "dependency": SignalName(
+        "dependency", "visual dependency S: how much its probability changes if the image is perturbed"
+    ),
+    "entropy": SignalName("entropy", "entropy of the policy at the token, in nats"),
+    "advantage": SignalName("advantage", "advantage times weight, which it is trained with", 0.0),
+    "weight": SignalName("weight", "factor of its advantage", 1.0),
+    "mask": SignalName("mask", "whether the filters keep it"),
+    "old": SignalName("old", "log-probability before the update"),
+    "vision_all": SignalName("vision_all", "share of its attention on the image"),
 }
 
 
@@ -54,13 +49,13 @@ class ResponsesView:
         return sanitize("\n".join(lines))
 
     @property
-    def colouring(self) -> Colouring:
-        return COLOURINGS.get(self.signal, Colouring("as recorded", 0.0))
+    def colouring(self) -> SignalName:
+        return COLOURINGS.get(self.signal) or name_signal(self.signal)
 
     def _repr_html_(self) -> str:
         first, scale = self.responses[0], self._scale()
         prompt = first["prompt"]
-        colour = f"colour: {self.signal.removeprefix(EXTRA)}, {self.colouring.meaning}; up to {scale:.3g}"
+        colour = f"colour: {self.colouring.label}, {self.colouring.meaning}; up to {scale:.3g}"
         pictures = "".join(map(self._picture, self.images))
         asked = f"<pre>{clean(prompt['text'] or '')}\nanswer: {clean(str(prompt['answer']))}</pre>"
         rows = "".join(self._response(one, scale) for one in self.responses)
@@ -127,11 +122,11 @@ def view_responses(
 
 
 def choose_signal(responses: Sequence[Json], signal: str | None) -> str:
-    """The stream of this name, or the first that was measured; your own signals have a prefix in the record."""
+    """The stream of this signal, or the first that was measured; those of single rules have a prefix in the record."""
     known = responses[0]["streams"]
     if signal is None:
         return next((name for name in COLOURINGS if name in known), "advantage")
-    for name in (signal, EXTRA + signal):
+    for name in (STREAMS.get(signal, signal), EXTRA + signal):
         if name in known:
             return name
     names = ", ".join(name.removeprefix(EXTRA) for name in known)

@@ -15,6 +15,7 @@ from mtrl.tracking.blocks import Block, DamagedRecord, PartReader, Table, block_
 from mtrl.tracking.streams import MAP_SCALE, MAPS, as_list, unpack_response
 from mtrl.utils.files import is_inside, is_own_file
 from mtrl.utils.metric_history import LARGEST
+from mtrl.view.signal_names import name_signals
 
 SORTED_BY = ("reward", "tokens", "dependency", "entropy", "vision", "advantage")
 LISTED = (*SORTED_BY, "finish", "version", "head", "kept", "trained", "scale", "failed", "noised")  # in rows of a list
@@ -175,6 +176,7 @@ class RecordedRollouts:
         prompt = {name: stored_prompt.get(name) for name in ("text", "answer", "images", "perturbed", "pools")}
         return summary | ({} if grids is None else {"grids": grids}) | {
             "text": stored["text"], "pieces": stored["pieces"], "streams": streams, "prompt": prompt,
+            "signals": name_signals(streams),
             "segments": segments, "mass": [[pool[row] for pool in segment] for segment in columns.get("mass", [])],
             "members": [other for other, group in enumerate(columns["prompt"]) if group == summary["group"]],
         }  # fmt: skip

@@ -124,6 +124,28 @@ def test_a_signal_of_the_user_is_a_heat_map(page, tmp_path):
         assert "margin" in page.locator(".token-tip").inner_text()
 
 
+def test_signals_of_published_rules_are_heat_maps(page, tmp_path):
+    """Log-probs of a view (pgpo), shifts of attention (dyco) and similarities (vgpo), in amounts or around 0."""
+    step = make_step()
+    values = torch.linspace(0.1, 0.9, step.rollouts.mask.numel()).view(step.rollouts.mask.shape)
+    extra = {"logprobs@none": -values}
+    signals = replace(step.signals, image_shift=values, token_similarity=values - 0.5, extra=extra)
+    labels = {"logprobs@none": "log-prob, view none", "image_shift": "image shift", "token_similarity": "similarity"}
+    run = fake_run(tmp_path / "run", steps=1)
+    shutil.rmtree(run / "record")
+    recorded(run / "record", replace(step, signals=signals))
+    with served(run) as address:
+        page.goto(f"{address}#rollouts")
+        page.wait_for_selector(".response .token")
+        for signal, label in labels.items():
+            page.get_by_role("button", name=label, exact=True).first.click()
+            page.wait_for_selector(f'.pill[data-heat="extra_{signal}"][aria-pressed="true"]')
+            looks = page.eval_on_selector_all(".response .token", "tokens => tokens.map(t => t.style.background)")
+            assert len(set(looks)) == len(looks) == 2 and all(looks), f"{label}: {looks}"
+            page.locator(".response .token").first.hover()
+            assert label in page.locator(".token-tip").inner_text()
+
+
 def wait_for_images(page):
     """What is below them moves until they are there."""
     page.wait_for_selector(".images img")

@@ -13,12 +13,10 @@ export const HEATS = [
   { key: "old", label: "log-prob", kind: "amount", root: true, sign: -1, least: 1, help: "log-probability of the token before the update; stronger colour: more surprising" },
 ];
 
-const EXTRA = "extra_"; // before the name of a signal of optimization.signals
-
-/** One heat map for each signal of the user's own that these responses have. */
+/** One heat map for each other signal that these responses have, named by the server. */
 export function extraHeats(responses) {
-  const keys = responses.flatMap((response) => Object.keys(response.streams ?? {})).filter((key) => key.startsWith(EXTRA));
-  return [...new Set(keys)].map((key) => ({ key, label: key.slice(EXTRA.length), kind: "around", centre: 0, help: "a signal of optimization.signals" }));
+  const named = Object.entries(Object.assign({}, ...responses.map((response) => response.signals)));
+  return named.map(([key, { label, meaning, centre, sign }]) => ({ key, label, help: meaning, ...(centre === null ? { kind: "amount", sign, least: 0.1 } : { kind: "around", centre }) }));
 }
 
 export const listHeats = (responses) => [...HEATS, ...extraHeats(responses)];

@@ -3,13 +3,13 @@
 import * as api from "mtrl/api";
 import { fill, h, number, plural, visible } from "mtrl/dom";
 import { clearAttention, drawAttention, getMaps } from "mtrl/attention";
-import { allHeats, extraHeats, heatValues, listHeats, makeLegend, makeScale, paint } from "mtrl/heat";
+import { HEATS, allHeats, extraHeats, heatValues, listHeats, makeLegend, makeScale, paint } from "mtrl/heat";
 import { verdict } from "mtrl/rollouts";
 import { colour, hidden, live, meaning, runColours, set, state } from "mtrl/state";
 
 const NUMBERS = [
   ["dependency", "S"], ["entropy", "entropy"], ["weight", "weight"], ["mask", "kept"], ["trained", "trained on"], ["advantage", "advantage"], ["group_advantage", "before weights"],
-  ["old", "log-prob"], ["perturbed", "log-prob, perturbed image"], ["reference", "log-prob, reference"], ["behaviour", "log-prob when sampled"], ["values", "value"],
+  ["old", "log-prob"], ["behaviour", "log-prob when sampled"],
 ];
 const YES_OR_NO = new Set(["mask", "trained"]);
 const SMALL = 200; // pixels: smaller images are enlarged
@@ -105,7 +105,7 @@ export class Sample {
     if (!heat) return h("p", { class: "quiet heat-bar" }, "This file has no numbers for single tokens.");
     const buttons = listHeats(members).map((each, index) => {
       const exists = members.some((one) => heatValues(each, one, state.segment));
-      const help = exists ? `${each.help} (${index + 1})` : `not recorded${each.needs ? `; requires ${each.needs}` : ""}`;
+      const help = exists ? `${each.help}${index < HEATS.length ? ` (${index + 1})` : ""}` : `not recorded${each.needs ? `; requires ${each.needs}` : ""}`;
       return h("button", { class: "pill", title: help, disabled: !exists, "aria-pressed": each.key === heat.key, dataset: { heat: each.key }, onclick: () => set({ heat: each.key }) }, each.label);
     });
     const segments = heat.key === "vision" ? h("select", { "aria-label": "layers", onchange: (event) => set({ segment: event.target.value }) }, members[0].segments.map((name) => h("option", { value: name, selected: name === state.segment }, `${name} layers`))) : null;
