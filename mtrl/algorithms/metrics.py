@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from mtrl.algorithms.groups import group_std, masked_mean, row_mean
-from mtrl.algorithms.signals import LOG_RATIO_LIMIT, aei, pool_sizes, segment, sequence_mass, vgr
+from mtrl.algorithms.signals import LOG_RATIO_LIMIT, SHIFTS, aei, pool_sizes, segment, sequence_mass, vgr
 from mtrl.types import SEGMENTS, Experience, Rewards, Rollouts, Signals
 
 Metrics = dict[str, float]
+OF_IMAGES = ("similarity", "token_similarity", "layer_similarity", *SHIFTS)  # 0 in responses without an image
 SUCCESS = ("accuracy", "math")  # reward parts that are 1 for a correct answer; the first that applies counts
 
 
@@ -35,8 +36,16 @@ def step_metrics(experience: Experience, cut: bool) -> Metrics:
         values["rollout/routing_mismatch"] = masked_mean(signals.routing_mismatch, comparable)
     if signals.entropy is not None:
         values["actor/entropy"] = masked_mean(signals.entropy, mask)
-    extra = {name: each for name, each in signals.extra.items() if each.ndim == 2}
-    return values | {f"signal/{name}": masked_mean(each, mask) for name, each in extra.items()}
+    return values | signal_metrics(signals, mask, rollouts.visual)
+
+
+def signal_metrics(signals: Signals, mask: Tensor, visual: Tensor) -> Metrics:
+    """Means of users' signals and of other views, and of what single rules read of responses with an image."""
+    means = {name: masked_mean(each, mask) for name, each in signals.extra.items() if each.ndim == 2}
+    seen = mask & visual[:, None]
+    of_images = {name: each for name in OF_IMAGES if (each := getattr(signals, name)) is not None and seen.any()}
+    means |= {name: masked_mean(each, seen) for name, each in of_images.items()}
+    return {f"signal/{name}": value for name, value in means.items()}
 
 
 def summary(name: str, x: Tensor) -> Metrics:

@@ -11,6 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from mtrl.compare.arms import OF_EACH_RUN
 from mtrl.compose.task_source import open_data_sources
 from mtrl.config import Config
 from mtrl.config.paths import PathKind
@@ -19,9 +20,6 @@ from mtrl.utils.package_version import package_version
 from mtrl.utils.plugins import split_spec
 
 PACKAGE = Path(__file__).parents[1]
-OF_EACH_RUN = (  # the batch sets them
-    "dataset.seed", "worker.rollout.seed", "training.output_dir", "training.project_name", "training.experiment_name",
-)  # fmt: skip
 
 
 def describe_origin(config: Config) -> dict[str, str]:

@@ -1,7 +1,9 @@
-"""The runs of an arm, read from their directories: metric curves, correct answers at the end, seconds per step."""
+"""The runs of an arm, read from their directories: metric curves, correct answers at the end, settings, seconds per
+step."""
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,15 +21,20 @@ from mtrl.utils.metric_history import History, history
 METRICS, VALIDATIONS, CONFIG = "metrics.jsonl", "validations.jsonl", "config.yaml"
 ENDPOINTS = ("val/avg@", "val/reward_score")  # metrics to compare: accuracy, else reward
 STEP_SECONDS = "perf/seconds_step"
+OF_EACH_RUN = (  # settings in which the runs of an arm differ
+    "dataset.seed", "worker.rollout.seed", "training.output_dir", "training.project_name", "training.experiment_name",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class SeedRun:
-    """One run. `correct`: whether each question of the last validation was answered correctly, by its id."""
+    """One run. `correct`: whether each question of the last validation was answered correctly, by its id. `settings`:
+    its keys with their values as JSON."""
 
     seed: int
     curves: History
     correct: Mapping[str, bool] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     def final(self, metric: str) -> float:
         return self.curves[metric][-1][1]
@@ -59,6 +66,15 @@ class Arm:
         return {f"{seed} {id}": correct for seed, run in self.runs.items() for id, correct in run.correct.items()}
 
     @property
+    def settings(self) -> dict[str, str]:
+        """Those that belong to the arm and not to one of its runs. Runs that disagree have several values."""
+        values: dict[str, list[str]] = {}
+        for run in self.runs.values():
+            for key in run.settings.keys() - set(OF_EACH_RUN):
+                values.setdefault(key, []).append(run.settings[key])
+        return {key: " or ".join(dict.fromkeys(each)) for key, each in values.items()}
+
+    @property
     def seconds(self) -> float | None:
         times = [run.seconds for run in self.runs.values() if run.seconds is not None]
         return statistics.median(times) if times else None
@@ -80,20 +96,37 @@ def load_arm(name: str, run_dirs: Iterable[Path]) -> Arm | None:
     """Read these runs as one arm; None if there are none."""
     runs: dict[int, SeedRun] = {}
     for directory in run_dirs:
-        seed = read_seed(directory)
+        settings = read_settings(directory)
+        seed = int(settings["dataset.seed"])
         if seed in runs:
             raise StartError(
                 f"{directory}: another run of {name} has the seed {seed}; the runs of an arm need different seeds"
             )
-        runs[seed] = SeedRun(seed, history(iter_rows(directory / METRICS)), read_answers(directory / VALIDATIONS))
+        curves, answers = history(iter_rows(directory / METRICS)), read_answers(directory / VALIDATIONS)
+        runs[seed] = SeedRun(seed, curves, answers, settings)
     return Arm(name, dict(sorted(runs.items()))) if runs else None
 
 
-def read_seed(directory: Path) -> int:
+def read_settings(directory: Path) -> dict[str, str]:
+    """The keys of a run with their values as JSON; `dataset.seed` is a number."""
     try:
-        return int(yaml.safe_load(regular_file(directory / CONFIG).read_text())["dataset"]["seed"])
+        tree = yaml.safe_load(regular_file(directory / CONFIG).read_text())
+        seed = str(int(tree["dataset"]["seed"]))
+        return {**flatten(tree), "dataset.seed": seed}
     except (OSError, KeyError, TypeError, ValueError, yaml.YAMLError) as error:
         raise StartError(f"{directory / CONFIG} has no dataset.seed") from error
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """
+    >>> flatten({"worker": {"rollout": {"n": 4}}, "optimization": {"credit": ["pgpo"]}})
+    {'worker.rollout.n': '4', 'optimization.credit': '["pgpo"]'}
+    """
+    leaves: dict[str, str] = {}
+    for name, value in tree.items():
+        within = isinstance(value, Mapping) and value
+        leaves |= flatten(value, f"{prefix}{name}.") if within else {f"{prefix}{name}": json.dumps(value, default=str)}
+    return leaves
 
 
 def read_answers(file: Path) -> dict[str, bool]:

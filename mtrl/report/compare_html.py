@@ -7,6 +7,7 @@ from dataclasses import replace
 from html import escape
 
 from mtrl.compare.arms import Arm, choose_endpoint
+from mtrl.report.arm_differences import make_differences_page
 from mtrl.report.chart import Panel, make_chart
 from mtrl.report.compare_page import compare, make_page, table_heads, table_row
 from mtrl.report.run_curves import REWARD, metric_panels
@@ -21,7 +22,7 @@ class Comparison:
         self.verdicts = compare(arms, self.metric)
 
     def __repr__(self) -> str:
-        return make_page(self.verdicts, self.metric)
+        return make_page(self.verdicts, self.metric) + make_differences_page(self.arms)
 
     def _repr_html_(self) -> str:
         runs = {arm.name: run.curves for arm in self.arms for run in arm.runs.values()}

@@ -10,6 +10,7 @@ from typing import Any
 
 from mtrl.compare.arms import Arm, choose_endpoint
 from mtrl.compare.statistics import Discordant, MeanEstimate, Paired, compare_paired, estimate, holm, mcnemar
+from mtrl.report.arm_differences import different_settings, make_differences_page, rule_metrics
 from mtrl.report.chart import Curve, Panel, draw_chart
 from mtrl.report.markdown_text import table
 from mtrl.report.run_curves import metric_title
@@ -62,7 +63,8 @@ def write_pages(arms: Sequence[Arm], directory: Path, effects: GradientEffects =
     """Write comparison.md, .png and .json, and return the Markdown."""
     metric = choose_endpoint(arms)
     verdicts = compare(arms, metric)
-    text = make_page(verdicts, metric) + (f"\n{make_effects_page(effects)}" if effects else "")
+    text = make_page(verdicts, metric) + make_differences_page(arms)
+    text += f"\n{make_effects_page(effects)}" if effects else ""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "comparison.md").write_text(text, encoding="utf-8")
     (directory / "comparison.json").write_text(json.dumps(as_json(verdicts, metric), indent=1) + "\n")
@@ -80,7 +82,13 @@ def as_json(verdicts: Sequence[Verdict], metric: str) -> dict[str, Any]:
         rest = {name: asdict(value) for name, value in vars(verdict).items() if name != "arm" and value is not None}
         head = {"arm": arm.name, "seeds": sorted(arm.runs), "by_seed": by_seed, "seconds_step": arm.seconds}
         rows.append({**head, **rest})
-    return {"metric": metric, "arms": rows}
+    arms = [verdict.arm for verdict in verdicts]
+    return {
+        "metric": metric,
+        "arms": rows,
+        "settings": different_settings(arms),
+        "rule_metrics": rule_metrics(arms),
+    }
 
 
 HOW = """Means over seeds with 95% bootstrap intervals; the area is the mean height of the curve. Differences to

@@ -84,6 +84,39 @@ def test_single_runs_have_no_interval(two_arms, monkeypatch):
     assert "| seed_0 | 1 | 0.400 | 0.350 |" in page and "+0.100 | - | - |" in page
 
 
+def test_a_rule_is_named_and_its_metrics_compared(tmp_path, monkeypatch):
+    """One run with a published rule against a plain one, and against one with the same rule at another strength."""
+    monkeypatch.chdir(tmp_path)
+    vepo = {"name": "vepo", "noise": 6.9}
+    credits = {"plain": [], "pgpo": ["pgpo"], "vepo": [vepo], "milder": [vepo | {"a": 0.5}]}
+    shared = {"actor/pg_loss": 0.25, "reward/overall": 0.5}
+    measured = {"pgpo": {"signal/logprobs@none": -1.5}, "vepo": {"signal/jsd@noised(6.9)": 0.125}}
+    for seed, (name, credit) in enumerate(credits.items()):
+        place = write_run(tmp_path / name, seed, [0.3, 0.4])
+        config = {
+            "dataset": {"seed": seed}, "optimization": {"credit": credit, "gamma": 1.0},
+            "training": {"experiment_name": name}, "worker": {"actor": {"clip_ratio_high": 0.3 if credit else 0.28}},
+        }  # fmt: skip
+        (place / "config.yaml").write_text(json.dumps(config))
+        own = measured.get(name, measured["vepo"] if credit else {})
+        with (place / "metrics.jsonl").open("a") as file:
+            file.writelines(f"{json.dumps({'step': step, 'attempt': 1} | shared | own)}\n" for step in (1, 2))
+    assert main(["compare", "plain", "pgpo"]) == 0
+    page, found = (
+        Path("comparison/comparison.md").read_text(),
+        json.loads(Path("comparison/comparison.json").read_text()),
+    )
+    assert found["settings"] == {
+        "optimization.credit": ["[]", '["pgpo"]'], "worker.actor.clip_ratio_high": ["0.28", "0.3"],
+    }  # fmt: skip
+    assert found["rule_metrics"] == {"signal/logprobs@none": [None, -1.5]}, "loss and reward are in both"
+    assert '| `optimization.credit` | `[]` | `["pgpo"]` |' in page and "| `signal/logprobs@none` |  | -1.5 |" in page
+    assert main(["compare", "vepo", "milder"]) == 0
+    found = json.loads(Path("comparison/comparison.json").read_text())
+    assert [*found["settings"]] == ["optimization.credit"] and '"a": 0.5' in found["settings"]["optimization.credit"][1]
+    assert found["rule_metrics"] == {"signal/jsd@noised(6.9)": [0.125, 0.125]}, "also if both have the rule"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

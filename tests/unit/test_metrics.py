@@ -20,6 +20,7 @@ from mtrl.algorithms.metrics import (
     mismatch_metrics,
     reward_metrics,
     sensitivity_metrics,
+    signal_metrics,
     step_metrics,
     summary,
 )
@@ -164,6 +165,18 @@ def test_scaling_metrics():
         .tolist()
     )
     assert capped["actor/scaling_factor_mean"] == pytest.approx(math.fsum(factors) / 3, rel=1e-12)
+
+
+def test_signals_of_rules_are_averaged_over_the_tokens_of_responses_with_an_image():
+    # Tokens 1 3 and 5 of responses with an image: mean 3; the text response has 0s. Another view: all four tokens, 9/4.
+    rollouts = fake_rollouts([2, 1, 1], group=[0, 1, 2], visual=[True, True, False])
+    values = padded([[1.0, 3.0], [5.0], [0.0]], fill=NAN)
+    signals = Signals(image_share=values, extra={"jsd@none": values})
+    assert signal_metrics(signals, rollouts.mask, rollouts.visual) == {
+        "signal/image_share": 3.0, "signal/jsd@none": 2.25,
+    }  # fmt: skip
+    texts = fake_rollouts([2], visual=[False])
+    assert signal_metrics(Signals(image_share=torch.zeros(1, 2)), texts.mask, texts.visual) == {}
 
 
 def test_mismatch_metrics():
