@@ -202,6 +202,7 @@ class AttentionMap:
 
 TWO_VIEWS = {"views": 2}  # metadata of signals that compare the original with the perturbed image
 PERTURBED = "perturbed"  # the name of that view
+COUNTERFACTUAL = "counterfactual"  # a kind of views that depend on the response: none shares its prompt with another
 OF_A_VIEW = ("logprobs", "entropy", "kl", "reverse_kl", "jsd")  # signals of any view: "kl@none" is the one of `none`
 
 
@@ -330,6 +331,11 @@ class Needs:
         named = {view for _, at, view in (name.partition("@") for name in self.names) if at}
         named |= {signal.view for signal in self.custom if signal.views == 2}
         return tuple(sorted(named | {PERTURBED for name in self.names if VIEWS.get(name, 1) == 2}))
+
+    @property
+    def unshared_views(self) -> tuple[str, ...]:
+        """Those of `other_views` under which every response has its own copy of the prompt."""
+        return tuple(view for view in self.other_views if view.partition("(")[0] == COUNTERFACTUAL)
 
     def of_view(self, view: str) -> tuple[str, ...]:
         """Those of `OF_A_VIEW` that are needed of this view."""

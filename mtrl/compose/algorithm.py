@@ -289,11 +289,12 @@ def offloads_params(config: Config) -> bool:
     return config.worker.actor.offload.offload_params and not config.worker.actor.fsdp.cpu_offload
 
 
-def make_update_batching(config: Config, on_gpu: bool, share_prefix: bool, views: int = 1) -> MicroBatching:
-    """How an update is split into micro-batches: by tokens, or by rows without `dynamic_batching`."""
+def make_update_batching(config: Config, on_gpu: bool, share_prefix: bool, live: Needs = NOTHING) -> MicroBatching:
+    """How an update that computes these needs is split into micro-batches: by tokens, or by rows without
+    `dynamic_batching`."""
     rows = config.worker.actor.micro_batch_size_per_device_for_update
     batching = make_micro_batching(config, rows, GPU_TOKENS_PER_MICRO_BATCH if on_gpu else 0, share_prefix)
-    return replace(batching, views=views)
+    return batching.reading(live)
 
 
 def make_probe_batching(config: Config, on_gpu: bool, share_prefix: bool) -> MicroBatching:

@@ -300,6 +300,10 @@ def check_signals_available(config: Config, spec: AlgorithmSpec, can_read_attent
             f"optimization.loss_terms: {wrong[0]} cannot be computed in an update; there are {', '.join(OF_A_VIEW)}, "
             "each @ a view"
         ])  # fmt: skip
+    if not can_read_attention and (changing := spec.needs.unshared_views + live.unshared_views):
+        chosen = config.worker.actor.model.attn_implementation
+        message = f"{chosen} lets nobody change attention, as the view {changing[0]} does; set auto"
+        raise ConfigError([f"worker.actor.model.attn_implementation: {message}"])
     if unknown := spec.needs.unknown:
         reader, known = _name_readers(spec, unknown[0]), ", ".join(VIEWS)
         message = f"{reader} needs the signal {unknown[0]}, which nothing measures; there are {known}"
@@ -347,12 +351,12 @@ def build_actor(
     model = policy.backbone.model
     has_own_reference = not (has_adapters(model) or is_sharded(model))  # a sharded one is placed when it is sharded
     warn_about_large_lr("worker.actor.optim.lr", config.worker.actor.optim.lr, model)
-    views = algorithm.make_live_needs(config).views
+    live = algorithm.make_live_needs(config)
     return LocalActor(
         policy,
         algorithm.make_optimizer_settings(config, steps),
         views=ImageViews(algorithm.make_perturbation(config, images.patch_size if images else 1), images),
-        update_batching=algorithm.make_update_batching(config, on_gpu, policy.share_prefix, views).over(ranks),
+        update_batching=algorithm.make_update_batching(config, on_gpu, policy.share_prefix, live).over(ranks),
         probe_batching=algorithm.make_probe_batching(config, on_gpu, policy.share_prefix).over(ranks),
         encoder_files=encoder_files(encoder, model_path(config)),
         reference=reference,

@@ -20,7 +20,7 @@ from mtrl.algorithms.vocab import full_kl
 from mtrl.memory.decode_footprint import Batch
 from mtrl.memory.live_tensors import LiveTensors
 from mtrl.models.device_copy import unpack
-from mtrl.models.forward import Forward, Media, PreparedPass
+from mtrl.models.forward import Forward, PreparedPass, Views
 from mtrl.models.parallel.fsdp import local_tensor, run_forward
 from mtrl.protocols import Generator, PromptEncoder
 from mtrl.rollout.decode.engine import ROWS_PER_SLOT
@@ -122,9 +122,9 @@ def longest_rollouts(encoder: PromptEncoder, limits: Limits, prompts: int) -> Ro
     )
 
 
-def show_originals(rollouts: Rollouts, needs: Needs) -> list[Media]:
+def show_originals(rollouts: Rollouts, needs: Needs) -> Views:
     """The original images as stand-ins for every other view, which has as many tokens."""
-    return [[prompt.media for prompt in rollouts.prompts] for _ in needs.other_views]
+    return {name: [prompt.media for prompt in rollouts.prompts] for name in needs.other_views}
 
 
 def half_pass_tokens(limits: Limits, encoder: PromptEncoder, phase: str) -> int | None:
@@ -157,7 +157,7 @@ class MemoryPreflight:
         if not (self.forward.backbone.uses_own_attention and part.visual.any()):
             needs = needs.without(*ATTENTION)
         if needs:
-            views = dict(zip(needs.other_views, show_originals(part, needs), strict=True))
+            views = show_originals(part, needs)
             with torch.no_grad():
                 run_forward(self.forward.backbone.model, lambda: self.forward.signals(part, needs, views))
 

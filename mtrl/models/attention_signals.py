@@ -93,4 +93,4 @@ class AttentionSignals:
 
 def check_attention(backbone: Backbone) -> None:
     if not backbone.uses_own_attention:
-        raise ValueError("attention metrics, rewards and token weights need attn_implementation auto or sdpa")
+        raise ValueError("what reads or changes attention needs attn_implementation auto or sdpa")

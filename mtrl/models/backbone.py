@@ -23,7 +23,14 @@ from mtrl.models.document_mask import CAUSAL_RULE, DocumentMask, MaskRule
 from mtrl.models.families import find_family
 from mtrl.models.families.model_family import Features
 from mtrl.models.layer_kinds import RECURRENT, SLIDING, layer_kinds, make_mask_rules
-from mtrl.models.masked_attention import ATTENTION, CAUSAL, FLEX_COLUMNS, AttentionReader, use_attention
+from mtrl.models.masked_attention import (
+    ATTENTION,
+    CAUSAL,
+    FLEX_COLUMNS,
+    AttentionEditor,
+    AttentionReader,
+    use_attention,
+)
 from mtrl.models.model_size import head_width
 from mtrl.models.parallel.fsdp import compute_device
 from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
@@ -141,6 +148,7 @@ class Backbone:
         cache: Cache | None = None,
         readers: Sequence[AttentionReader] = (),
         state_mask: StateMask = None,
+        editor: AttentionEditor | None = None,
     ) -> Tensor:
         """Hidden states [B, S, H] of ids [B, S] at positions [3, B, S].
 
@@ -152,6 +160,8 @@ class Backbone:
         """
         embeds = self.model.get_input_embeddings()(ids).to(self.compute_dtype)
         extra: dict[str, Any] = {"readers": readers} if readers else {}
+        if editor is not None:
+            extra["editor"] = editor
         if self.sp_group.size > 1:
             assert self.uses_own_attention, "sequence parallelism needs the attention of `models/masked_attention.py`"
             attention_mask = CAUSAL if attention_mask is None else attention_mask

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -36,6 +37,7 @@ from mtrl.algorithms.vocab import (
 from mtrl.models import patches
 from mtrl.models.attention_signals import AttentionSignals, Segments, check_attention
 from mtrl.models.backbone import Backbone, Masks, prompt_positions, vision_tokens
+from mtrl.models.counterfactual import CounterfactualEditor, make_editor
 from mtrl.models.device_copy import queue_cpu_copy, to_device, unpack, unpack_rows
 from mtrl.models.families.model_family import Features
 from mtrl.models.image_similarity import ImageSimilarity
@@ -45,6 +47,7 @@ from mtrl.models.parallel.sequence import SequenceParallelGroup
 from mtrl.models.recurrent import StateForks
 from mtrl.models.routing import RoutingReader
 from mtrl.models.step_inputs import StepInputs
+from mtrl.models.views import standard_deviations
 from mtrl.protocols import PromptEncoder
 from mtrl.types import PERTURBED, Needs, Prompt, Rollouts, Signal, Signals, TokenStates
 
@@ -52,14 +55,17 @@ OLD_LOGPROBS = Needs("old_logprobs")
 FUSED_CHUNK = 2048  # positions; every chunk reads and writes the gradient of the output matrix
 Media = Sequence[tuple[np.ndarray, ...] | None]  # per prompt as a view shows them; None: without image tokens
 Views = Mapping[str, Media]  # other views by name
+NO_VIEWS: Views = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedPass:
-    """The beginning of a pass over some rollouts: their layout, and the features of each document's images."""
+    """The beginning of a pass over some rollouts: their layout, the features of each document's images, and what
+    changes the attention of some documents."""
 
     layout: Layout
     features: list[Features | None]
+    editor: CounterfactualEditor | None = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ class Forward:
         self, rollouts: Rollouts, needs: Needs = OLD_LOGPROBS, views: Views | None = None
     ) -> Callable[[], Signals]:
         """Queue the pass of `signals`, and return a function that waits for it: meanwhile the device gets the next."""
-        prepared = self.prepare(rollouts, [(views or {})[name] for name in needs.other_views])
+        prepared = self.prepare(rollouts, {name: (views or {})[name] for name in needs.other_views})
         layout = prepared.layout
         attention = AttentionSignals(needs, layout, rollouts, self.backbone, self._segments())
         routing = self.make_routing_reader(rollouts) if "old_logprobs" in needs else None
@@ -284,7 +290,7 @@ class Forward:
         }
 
     # ------------------------------------------------------------------------------------------------------- one pass
-    def prepare(self, rollouts: Rollouts, others: Sequence[Media] = ()) -> PreparedPass:
+    def prepare(self, rollouts: Rollouts, others: Views = NO_VIEWS) -> PreparedPass:
         """Lay out a pass over the original view and `others`, and encode the images, with gradients where they are
         on."""
         kept, device = self.kept, self.backbone.device
@@ -298,19 +304,22 @@ class Forward:
         layout = self._lay_out(rollouts, prompts, [positions for _, positions in read], others)
         inputs = {(0, g): each for g, (each, _) in enumerate(read)} | {
             (number, g): self.encoder.inputs(prompts[g], media, device)
-            for number, view in enumerate(others, 1)
+            for number, (name, view) in enumerate(others.items(), 1)
             for g, media in enumerate(view)
-            if media
+            if media and standard_deviations(name) is None
         }
+        editor = make_editor(layout, rollouts, self.backbone.by_layer(self.backbone.mask_rules), device)
+        if editor is not None:
+            check_attention(self.backbone)
         if self.sp_group.size > 1 and self.backbone.images is not None:
-            return PreparedPass(layout, self._own_features(layout, inputs, prompts))
+            return PreparedPass(layout, self._own_features(layout, inputs, prompts), editor)
         encoded = self.backbone.encode_images(list(inputs.values()))
         features = dict(zip(inputs, encoded, strict=True)) | known
         if tower is not None:
             for g in (g for g, prompt in enumerate(prompts) if prompt.task.visual):
                 copy = lambda each: each.map(queue_cpu_copy)  # noqa: E731
                 kept.keep("features", tower, prompts[g], value=features[0, g], copy=copy)
-        return PreparedPass(layout, [features.get((document.view, document.prompt)) for document in layout.documents])
+        return PreparedPass(layout, [features.get(document.features) for document in layout.documents], editor)
 
     def _read_prompt(
         self, prompt: Prompt, has_features: bool, tower: Backbone | None
@@ -327,13 +336,15 @@ class Forward:
         return {} if idle else inputs, positions
 
     def _lay_out(
-        self, rollouts: Rollouts, prompts: Sequence[Prompt], positions: Sequence[Tensor], others: Sequence[Media]
+        self, rollouts: Rollouts, prompts: Sequence[Prompt], positions: Sequence[Tensor], others: Views
     ) -> Layout:  # fmt: skip
         """The layout of these rows. One with several views is read by a single pass."""
         options: dict[str, Any] = {"share_prefix": self.share_prefix, "packed": self.packed}
         options |= {"sp_size": self.sp_group.size}
         if others or not self.kept.is_open:
-            blind = [number for number, view in enumerate(others, 1) if None in view]
+            blind = [number for number, view in enumerate(others.values(), 1) if None in view]
+            found = {number: standard_deviations(name) for number, name in enumerate(others, 1)}
+            options["counterfactual"] = {number: each for number, each in found.items() if each is not None}
             return lay_out(rollouts, positions, views=1 + len(others), without_images=blind, **options)
         rows = (rollouts.group, rollouts.mask.sum(1), rollouts.tokens[rollouts.mask])
         key = ("layout", *options.values(), *prompts, *(each.numpy().tobytes() for each in rows))
@@ -346,7 +357,7 @@ class Forward:
     ) -> list[Features | None]:
         """The features of each document's image tokens in this rank's part of the sequences. Only images that reach
         into it are encoded."""
-        keys = [(document.view, document.prompt) for document in layout.documents]
+        keys = [document.features for document in layout.documents]
         sizes = [int(vision_tokens(prompts[each.prompt]).sum()) if each.images else 0 for each in layout.documents]
         own = layout.vision_within(self.sp_group.local_columns(layout.ids.shape[1]), sizes)
         wanted = {key: [torch.empty(0, dtype=torch.long)] for key in inputs}  # by all documents of a prompt
@@ -380,6 +391,7 @@ class Forward:
                 attention_mask=mask,
                 readers=readers,
                 state_mask=states,
+                editor=prepared.editor,
             )
         if routing is not None:
             routing.compare(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,18 +16,26 @@ from mtrl.models.document_mask import BLOCK, DocumentMask, find_image_runs, whol
 from mtrl.types import VISION_POOL, Rollouts
 
 NOT_PROMPT = -1  # the pool of other tokens, and the segment of padding
+NO_VIEWS: Mapping[int, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Document:
     """A prompt under one view of its images, and the rows that respond to it. Documents do not attend to each other.
     One without its `images` has no image tokens; all other tokens are at the same positions as with them, which is the
-    same as image tokens that nothing attends to."""
+    same as image tokens that nothing attends to. A `counterfactual` one has the original images and one row; the number
+    is the argument of its view."""
 
     view: int
     prompt: int
     rows: tuple[int, ...]
     images: bool = True
+    counterfactual: float | None = None
+
+    @property
+    def features(self) -> tuple[int, int]:
+        """The view and the prompt whose image features it has."""
+        return self.view if self.counterfactual is None else 0, self.prompt
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,16 +84,17 @@ def lay_out(
     packed: bool = False,
     views: int = 1,
     without_images: Container[int] = (),
+    counterfactual: Mapping[int, float] = NO_VIEWS,
     sp_size: int = 1,
 ) -> Layout:
     """Without `share_prefix` there is one document per row; unless `packed`, one sequence per document, padded to the
     longest. Sequences are padded so that `sp_size` ranks can split them evenly. Views `without_images` have no image
-    tokens.
+    tokens; `counterfactual` ones have a document per row.
 
     Prompts without images are the same under every view, so only the first view includes them.
     """
     lengths = rollouts.mask.sum(1).tolist()
-    documents = make_documents(rollouts, share_prefix, views, without_images)
+    documents = make_documents(rollouts, share_prefix, views, without_images, counterfactual)
     builder = _Builder(rollouts, positions, lengths)
     for number, document in enumerate(documents):
         builder.add(0 if packed else number, document)
@@ -92,16 +102,21 @@ def lay_out(
 
 
 def make_documents(
-    rollouts: Rollouts, share_prefix: bool, views: int, without_images: Container[int] = ()
+    rollouts: Rollouts,
+    share_prefix: bool,
+    views: int,
+    without_images: Container[int] = (),
+    counterfactual: Mapping[int, float] = NO_VIEWS,
 ) -> list[Document]:
     groups: dict[int, list[int]] = {}
     for row, g in enumerate(rollouts.group.tolist()):
         groups.setdefault(g if share_prefix else row, []).append(row)
     clean = [Document(0, int(rollouts.group[rows[0]]), tuple(rows)) for rows in groups.values()]
+    single = [replace(each, rows=(row,)) for each in clean for row in each.rows]
     return [
-        Document(view, each.prompt, each.rows, images=view not in without_images)
+        replace(each, view=view, images=view not in without_images, counterfactual=counterfactual.get(view))
         for view in range(views)
-        for each in clean
+        for each in (single if view in counterfactual else clean)
         if view == 0 or rollouts.prompts[each.prompt].task.visual
     ]
 

@@ -1,4 +1,4 @@
-"""Attention of the language model: masks for responses that share a prompt, and readers of attention masses.
+"""Attention of the language model: masks for responses that share a prompt, readers of attention masses, and editors.
 
 `attention` replaces transformers' sdpa. Its kernel depends on its arguments:
 
@@ -54,6 +54,7 @@ def attention(
     attention_mask: Tensor | BlockMask | None,
     *,
     readers: Sequence[AttentionReader] = (),
+    editor: AttentionEditor | None = None,
     sp_group: SequenceParallelGroup = NO_SEQUENCE_PARALLEL,
     **options: Any,
 ) -> tuple[Tensor, None]:
@@ -68,6 +69,8 @@ def attention(
             attention_mask = None
     layer = AttentionLayer(described, query, key, attention_mask, options, sp_group)
     output, lse = layer.attend(value)
+    if editor is not None:
+        output = editor.edit(layer, value, output)
     for reader in readers:
         reader.observe(layer, value, lse)
     return (output if sp_group.size == 1 else sp_group.gather_heads_scatter_seq(output)), None
@@ -112,6 +115,11 @@ class AttentionLayer:
 
 AttentionInterface.register(ATTENTION, attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+class AttentionEditor(Protocol):
+    def edit(self, layer: AttentionLayer, value: Tensor, output: Tensor) -> Tensor:
+        """The `output` [B, S, heads, D] of a layer's attention to these values, changed for some documents."""
 
 
 # ------------------------------------------------------------------------------------------------------------- readers

@@ -7,6 +7,9 @@
     crop(box)       the part that the column `box` of the row names: left, top, right, bottom as shares of the sides
     noised(2.0)     normal noise with this standard deviation on normalized pixel values, which are not clipped
     none            no image: nothing attends to its tokens, and all other tokens keep their positions
+    counterfactual(2)
+                    the original images; in every layer text reads a mean value in place of those of image tokens that it
+                    attends to by more than 2 standard deviations above the mean (`counterfactual.py`)
 
 Random views are keyed by (seed, step, task, view), so all responses of a group see the same one, and a resumed run
 repeats it. All frames of a clip get the same part and the same noise. A prompt without images has one view.
@@ -24,7 +27,7 @@ from PIL import Image
 
 from mtrl.models.perturb import Perturbation, as_clip
 from mtrl.protocols import ImageSettings
-from mtrl.types import PERTURBED, Prompt
+from mtrl.types import COUNTERFACTUAL, PERTURBED, Prompt
 from mtrl.utils.errors import RunError
 from mtrl.utils.seeding import rng_for
 
@@ -54,7 +57,7 @@ class View:
         return cls(kind, value)
 
 
-EXAMPLES = (PERTURBED, "black", "pixelated(16)", "crop(0.5)", "crop(box)", "noised(2.0)", NO_IMAGE)
+EXAMPLES = (PERTURBED, "black", "pixelated(16)", "crop(0.5)", "crop(box)", "noised(2.0)", NO_IMAGE, f"{COUNTERFACTUAL}(2)")
 ARGUMENTS: dict[str, Callable[[Any], bool]] = {
     PERTURBED: lambda value: value is None,
     "black": lambda value: value is None,
@@ -62,7 +65,17 @@ ARGUMENTS: dict[str, Callable[[Any], bool]] = {
     "crop": lambda value: isinstance(value, str) or (value is not None and 0 < value < 1),
     "noised": lambda value: isinstance(value, float) and value > 0,
     NO_IMAGE: lambda value: value is None,
+    COUNTERFACTUAL: lambda value: isinstance(value, float),
 }
+
+
+def standard_deviations(name: str) -> float | None:
+    """The argument of a counterfactual view; None for other views."""
+    if name.partition("(")[0] != COUNTERFACTUAL:
+        return None
+    argument = View.parse(name).argument
+    assert isinstance(argument, float)
+    return argument
 
 
 @dataclass(frozen=True)
@@ -77,6 +90,8 @@ class ImageViews:
         view = View.parse(name)
         if view.kind == NO_IMAGE:
             return None if prompt.media else ()
+        if view.kind == COUNTERFACTUAL:
+            return prompt.media
         if view.kind == PERTURBED:
             return self.perturbation.view(prompt, step)
         if isinstance(view.argument, str):

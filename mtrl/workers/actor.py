@@ -27,6 +27,7 @@ from mtrl.workers.offload import STAYING, OffloadedTensors, StayingWeights
 from mtrl.workers.reference import Reference
 
 Result = TypeVar("Result")
+NO_NEEDS = Needs()
 ADVICE = (
     "Lower worker.actor.optim.lr, look at the rewards for extreme values, or compute in fp32 "
     "(worker.actor.fsdp.mixed_precision_dtype)."
@@ -100,13 +101,13 @@ class LocalActor:
             needs = needs.without(*ATTENTION)
         if not needs:
             return Signals()
-        return self._probe_in_passes(rollouts, lambda rows: self._signals(rows, needs, step), needs.views)
+        return self._probe_in_passes(rollouts, lambda rows: self._signals(rows, needs, step), needs)
 
     @torch.no_grad()
-    def _probe_in_passes(self, rollouts: Rollouts, measure: Measure, views: int = 1) -> Signals:
+    def _probe_in_passes(self, rollouts: Rollouts, measure: Measure, views: Needs = NO_NEEDS) -> Signals:
         self.weights.onload()
-        batching = self.learner.limit_passes(self.probe_batching)
-        return batching.probe(rollouts, lambda rows: run_forward(self.model, partial(measure, rows)), views)
+        batching = self.learner.limit_passes(self.probe_batching).reading(views)
+        return batching.probe(rollouts, lambda rows: run_forward(self.model, partial(measure, rows)), batching.views)
 
     def _signals(self, rollouts: Rollouts, needs: Needs, step: int | None) -> Callable[[], Signals]:
         return self.forward.start_signals(rollouts, needs, self._show(needs.other_views, rollouts, step))
@@ -142,7 +143,7 @@ class LocalActor:
 
     def _start_pass(self, batch: TrainBatch, loss: Loss) -> PassLoss:
         views = self._show(loss.live_needs.other_views, batch.rollouts, batch.step)
-        return partial(self._loss, batch, loss, self.forward.prepare(batch.rollouts, [*views.values()]))
+        return partial(self._loss, batch, loss, self.forward.prepare(batch.rollouts, views))
 
     def _loss(self, batch: TrainBatch, loss: Loss, prepared: PreparedPass) -> tuple[Tensor, dict[str, Tensor]]:
         """On the device, so that its backward pass is queued without waiting for the forward pass."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mtrl.algorithms.packing import Piece, cut_groups, fill_micro_batches, row_index
 from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
-from mtrl.types import Rollouts, Signals
+from mtrl.types import Needs, Rollouts, Signals
 from mtrl.utils.record_rows import join_rows, take_rows
 
 NO_LIMIT = 1 << 62
@@ -27,6 +27,7 @@ class MicroBatching:
     rows: int | None = None  # rows of a pass, instead of a token budget
     share_prefix: bool = True
     views: int = 1  # how often every pass reads each prompt and response, unless a call says otherwise
+    unshared: int = 0  # of these views, in which every response has its own copy of the prompt
     ranks: Ranks = SINGLE_PROCESS
 
     def passes(self, rollouts: Rollouts, views: int | None = None) -> list[tuple[Tensor, bool]]:
@@ -43,13 +44,18 @@ class MicroBatching:
 
     def _pack(self, rollouts: Rollouts, views: int | None) -> list[list[Piece]]:
         views = views or self.views
-        response_tokens = views * rollouts.mask.sum(1)
-        prompt_tokens = [views * len(prompt.ids) for prompt in rollouts.prompts]
+        sizes = [len(prompt.ids) for prompt in rollouts.prompts]
+        response_tokens = views * rollouts.mask.sum(1) + self.unshared * torch.tensor(sizes)[rollouts.group]
+        prompt_tokens = [(views - self.unshared) * size for size in sizes]
         budget = NO_LIMIT if self.tokens is None else self.tokens
         pieces = cut_groups(rollouts.group, response_tokens, prompt_tokens, budget, self.share_prefix)
         if self.tokens is None:
             budget = max(self.at_least, *(piece.tokens for piece in pieces))
         return fill_micro_batches(pieces, budget)
+
+    def reading(self, needs: Needs) -> MicroBatching:
+        """The same for passes under the views of these needs."""
+        return replace(self, views=needs.views, unshared=len(needs.unshared_views))
 
     def over(self, ranks: Ranks) -> MicroBatching:
         """The same on ranks."""

@@ -13,8 +13,9 @@ class Quiet(LossTerm):
 
 from __future__ import annotations
 
+from mtrl.algorithms.loss_terms.cfpo import Cfpo
 from mtrl.algorithms.loss_terms.papo import Papo
 from mtrl.algorithms.losses import LossTerm
 from mtrl.utils.plugin_registry import Registry
 
-LOSS_TERMS = Registry[LossTerm]("loss term", (LossTerm,), {"papo": Papo})
+LOSS_TERMS = Registry[LossTerm]("loss term", (LossTerm,), {"cfpo": Cfpo, "papo": Papo})
