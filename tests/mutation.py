@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULES = {
     "credit": "mtrl.algorithms.credit",
     "contingency": "mtrl.algorithms.contingency",
+    "cfpo": "mtrl.algorithms.loss_terms.cfpo",
     "papo": "mtrl.algorithms.loss_terms.papo",
     "groups": "mtrl.algorithms.groups",
     "losses": "mtrl.algorithms.losses",
@@ -75,6 +76,7 @@ TESTS = {
         *PROPERTIES,
     ],
     "contingency": ["tests/unit/test_contingency.py"],
+    "cfpo": ["tests/unit/test_cfpo.py"],
     "papo": ["tests/unit/test_loss_terms.py"],
     "groups": [
         "tests/unit/test_groups.py",

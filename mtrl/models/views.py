@@ -8,8 +8,8 @@
     noised(2.0)     normal noise with this standard deviation on normalized pixel values, which are not clipped
     none            no image: nothing attends to its tokens, and all other tokens keep their positions
     counterfactual(2)
-                    the original images; in every layer text reads a mean value in place of those of image tokens that it
-                    attends to by more than 2 standard deviations above the mean (`counterfactual.py`)
+                    the original images; in every layer text reads a mean value in place of those of image tokens that
+                    it attends to by more than 2 standard deviations above the mean (`counterfactual.py`)
 
 Random views are keyed by (seed, step, task, view), so all responses of a group see the same one, and a resumed run
 repeats it. All frames of a clip get the same part and the same noise. A prompt without images has one view.
@@ -57,7 +57,16 @@ class View:
         return cls(kind, value)
 
 
-EXAMPLES = (PERTURBED, "black", "pixelated(16)", "crop(0.5)", "crop(box)", "noised(2.0)", NO_IMAGE, f"{COUNTERFACTUAL}(2)")
+EXAMPLES = (
+    PERTURBED,
+    "black",
+    "pixelated(16)",
+    "crop(0.5)",
+    "crop(box)",
+    "noised(2.0)",
+    NO_IMAGE,
+    f"{COUNTERFACTUAL}(2)",
+)
 ARGUMENTS: dict[str, Callable[[Any], bool]] = {
     PERTURBED: lambda value: value is None,
     "black": lambda value: value is None,

@@ -8,14 +8,17 @@ from functools import lru_cache
 
 import pytest
 import torch
+from counterfactual_rows import counterfactual_log_probs
 from test_full_divergence import EXACT, LAYOUTS, TEMPERATURE, silent
 from tiny_models import fresh_backbone, get_encoder, plain_log_probs, plain_model
 from update_helpers import difference, full_batch, learn, make_actor
 
+from mtrl.algorithms.loss_terms.cfpo import Cfpo
 from mtrl.algorithms.loss_terms.papo import Papo
 from mtrl.algorithms.losses import Loss, LossTerm
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
+from mtrl.models.views import standard_deviations
 from mtrl.types import Needs
 
 pytestmark = pytest.mark.pairwise("family", "layout", "term")
@@ -37,6 +40,7 @@ class Everything(LossTerm):
 
 TERMS = {
     "papo": Papo(gamma=0.5, entropy_coef=0.1, masked_entropy_coef=0.2, both_views=True),
+    "cfpo": Cfpo(coef=0.5, entropy_coef=0.1, threshold=1.0, both_views=True),
     "everything": Everything(),
 }
 
@@ -81,7 +85,10 @@ def plain_gradients(family, name):
         options = {"temperature": TEMPERATURE, "model": model}
         p, signals = plain_log_probs(family, prompt, tokens, **options), {"visual": rollouts.visual[row]}
         for view in term.live_needs.other_views:
-            q = plain_log_probs(family, prompt, tokens, view=views.media(view, prompt, STEP), **options)
+            if (z := standard_deviations(view)) is None:
+                q = plain_log_probs(family, prompt, tokens, view=views.media(view, prompt, STEP), **options)
+            else:
+                q = counterfactual_log_probs(family, prompt, tokens, z, **options)
             signals |= {f"{each}@{view}": values for each, values in quantities(p, q, tokens).items()}
         values = term.term(p[torch.arange(len(tokens)), tokens], signals)
         total = total + (batch.weights.token[row, : len(tokens)] * values).sum()

@@ -327,7 +327,7 @@ def test_a_second_view_of_an_update_is_rehearsed():
         found[name] = plan.limits.update.views, plan.limits.live_needs.other_views
     assert found == {"one": (1, ()), "two": (2, ("perturbed",))}
     forward, peaks = real_forward(checkpoint("qwen2_5_vl"), Plan(LIMITS)), {}
-    for live in (Needs(), Needs("logprobs@perturbed")):
+    for live in (Needs(), Needs("logprobs@perturbed"), Needs("logprobs@counterfactual(2)", "logprobs@perturbed")):
         passes = MemoryPreflight(forward, forward.encoder, replace(LIMITS, live_needs=live))
         (part, *_) = passes.updates()
         forward.backbone.model.zero_grad()
@@ -335,6 +335,19 @@ def test_a_second_view_of_an_update_is_rehearsed():
             passes.learn(part)
         peaks[live.views] = tensors.peak
     assert 1.5 * peaks[1] < peaks[2] < 2.5 * peaks[1]
+    assert peaks[3] > peaks[2] + 2 * (peaks[2] - peaks[1]), "responses of this view share no prompt"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_view_that_changes_attention_is_estimated(packed):
+    """In probes and updates, also in passes that are packed on a GPU."""
+    model, needs = load_model_config(str(checkpoint("qwen2_5_vl"))), Needs("logprobs@counterfactual(2)")
+    plain, changed = (
+        estimate(model, Plan(limits, packed=packed), ["probe", "update"])
+        for limits in (LIMITS, replace(LIMITS, needs=LIMITS.needs | needs, live_needs=needs))
+    )
+    for phase in ("probe", "update"):
+        assert sum_phase(changed, phase) > 1.3 * sum_phase(plain, phase)
 
 
 @pytest.mark.parametrize(

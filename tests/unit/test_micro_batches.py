@@ -6,7 +6,7 @@ from helpers import fake_rollouts, same
 
 from mtrl.models.parallel.ranks import Ranks
 from mtrl.models.parallel.sequence import SequenceParallelGroup
-from mtrl.types import Signals
+from mtrl.types import Needs, Signals
 from mtrl.workers.micro_batches import MicroBatching
 
 
@@ -48,6 +48,17 @@ def test_prompts_that_are_not_shared_count_for_each_row():
     assert passes(ROLLOUTS, tokens=2 * rows, share_prefix=False) == [[0, 1, 2, 3]]
     assert len(passes(ROLLOUTS, tokens=2 * rows - 1, share_prefix=False)) == 2
     assert MicroBatching() == MicroBatching(None, 0, None, True)
+
+
+def test_a_view_that_shares_no_prompt_counts_one_for_each_row():
+    size = (
+        3 * prompt_tokens() + 2 * 4
+    )  # of a group: its prompt once and in one view for each row, two views of responses
+    batching = MicroBatching(tokens=2 * size).reading(Needs("logprobs@counterfactual(2)"))
+    assert (batching.views, batching.unshared) == (2, 1)
+    assert [rows.tolist() for rows in batching.split(ROLLOUTS)] == [[0, 1, 2, 3]]
+    assert [rows.tolist() for rows in batching.within(2 * size - 1).split(ROLLOUTS)] == [[0, 1], [2, 3]]
+    assert batching.largest(ROLLOUTS) == 2 * size
 
 
 def test_signals_are_in_the_order_of_the_rows():
