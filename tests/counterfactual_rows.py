@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,7 +46,7 @@ AttentionMaskInterface.register(HOOK, eager_mask)
 
 
 @contextmanager
-def counterfactual_attention(model: Any, prompt: Prompt, z: float) -> Any:
+def counterfactual_attention(model: Any, prompt: Prompt, z: float) -> Iterator[None]:
     config = find_family(model.config).find_language_model(model).config
     before, config._attn_implementation = config._attn_implementation, HOOK
     IMAGES[:] = [(*ends, z) for ends in image_runs(prompt.token_pool == VISION_POOL)]

@@ -104,9 +104,9 @@ class LocalActor:
         return self._probe_in_passes(rollouts, lambda rows: self._signals(rows, needs, step), needs)
 
     @torch.no_grad()
-    def _probe_in_passes(self, rollouts: Rollouts, measure: Measure, views: Needs = NO_NEEDS) -> Signals:
+    def _probe_in_passes(self, rollouts: Rollouts, measure: Measure, needs: Needs = NO_NEEDS) -> Signals:
         self.weights.onload()
-        batching = self.learner.limit_passes(self.probe_batching).reading(views)
+        batching = self.learner.limit_passes(self.probe_batching).reading(needs)
         return batching.probe(rollouts, lambda rows: run_forward(self.model, partial(measure, rows)), batching.views)
 
     def _signals(self, rollouts: Rollouts, needs: Needs, step: int | None) -> Callable[[], Signals]:
