@@ -156,7 +156,7 @@ def edited_document(
         return None
     starts, image = (mask.image[0, vision] - begin).unique(return_inverse=True)
     after = (starts + image.bincount())[image]
-    return EditedDocument(
-        sequence, columns, int(after.min()), document.counterfactual, mask.to(device),
-        *(to_device(each, device) for each in (vision, image, after)), len(starts),
-    )  # fmt: skip
+    first, images = int(after.min()), len(starts)
+    vision, image, after = (to_device(each, device) for each in (vision, image, after))
+    z = document.counterfactual
+    return EditedDocument(sequence, columns, first, z, mask.to(device), vision, image, after, images)
