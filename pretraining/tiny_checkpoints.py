@@ -3,8 +3,8 @@
     directory = make_tiny_checkpoint("tiny", "qwen3_vl")
     AutoModelForImageTextToText.from_pretrained(directory)
 
-They have the layout of the published checkpoints (config, safetensors, tokenizer with Qwen's special tokens and chat
-format, image settings, generation config) and about 300,000 parameters.
+They have the layout of the published checkpoints (config, safetensors, tokenizer with the family's special tokens and
+chat format, image settings, generation config) and about 300,000 parameters.
 """
 
 from __future__ import annotations
@@ -25,9 +25,19 @@ from mtrl.models.tiny_tokenizer import (
     tiny_tokenizer,
     write_image_settings,
 )
+from pretraining.tiny_gemma import (
+    LINE_BREAKS,
+    add_gemma_tokens,
+    fill_projection,
+    gemma_config,
+    gemma_text_config,
+    write_gemma_settings,
+)
 
-VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
-TINY_FAMILIES = (*VISION_FAMILIES, "qwen2")
+QWEN_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+VISION_FAMILIES = (*QWEN_FAMILIES, "gemma3")
+TEXT_FAMILIES = ("qwen2", "gemma3_text")
+TINY_FAMILIES = (*VISION_FAMILIES, *TEXT_FAMILIES)
 
 
 def make_tiny_checkpoint(
@@ -51,32 +61,42 @@ def make_tiny_checkpoint(
     """Write a loadable Hugging Face directory with random weights; the same arguments give the same bytes.
 
     `layers` have attention; hybrid families have as many recurrent ones between them, whose heads are `recurrent_head`
-    wide (None: as in attention). Pixel limits default to 4 and 1280 tokens per image. The tokenizer is trained on
-    `words`, up to `vocabulary` tokens, and each of `added_tokens` is a single token. The caller's random state is not
-    changed.
+    wide (None: as in attention). Pixel limits default to 4 and 1280 tokens per image; images of Gemma have one size.
+    The tokenizer is trained on `words`, up to `vocabulary` tokens, and each of `added_tokens` is a single token. The
+    caller's random state is not changed.
     """
     if family not in TINY_FAMILIES:
         raise ValueError(f"no tiny checkpoint for family {family!r}; there are {', '.join(TINY_FAMILIES)}")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
+    is_gemma = family.startswith("gemma3")
+    words = f"{words} {LINE_BREAKS}" if is_gemma else words
     tokenizer = tiny_tokenizer(not family.startswith("qwen3"), words, tuple(added_tokens), vocabulary)
+    if is_gemma:
+        add_gemma_tokens(tokenizer)
     tokenizer.save_pretrained(directory)
 
     end, pad = end_token_ids(tokenizer)
     text = _text_config(family, hidden, layers, heads, kv_heads, recurrent_head or hidden // heads)
     text |= {"vocab_size": len(tokenizer), "bos_token_id": pad, "eos_token_id": end}
-    if family == "qwen2":
+    loader: Any = AutoModelForCausalLM if family in TEXT_FAMILIES else AutoModelForImageTextToText
+    if family in TEXT_FAMILIES:
         config = AutoConfig.for_model(family, **text)
-        loader: Any = AutoModelForCausalLM
+    elif is_gemma:
+        config = AutoConfig.for_model(
+            family, text_config=text, **gemma_config(tokenizer, vision_hidden, vision_layers)
+        )
+        write_gemma_settings(directory)
     else:
         marks = media_token_ids(tokenizer)
         vision = _vision_config(family, hidden, vision_hidden, vision_layers)
         config = AutoConfig.for_model(family, text_config=text, vision_config=vision, tie_word_embeddings=True, **marks)
-        loader = AutoModelForImageTextToText
         write_image_settings(directory, family, vision["patch_size"], min_pixels, max_pixels)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = loader.from_config(config, dtype=torch.float32)
+        if family == "gemma3":
+            fill_projection(model)
     model.generation_config = make_generation_config(tokenizer)
     model.save_pretrained(directory)
     return directory
@@ -85,6 +105,13 @@ def make_tiny_checkpoint(
 def _text_config(
     family: str, hidden: int, layers: int, heads: int, kv_heads: int, recurrent_head: int
 ) -> dict[str, Any]:  # fmt: skip
+    shared = {
+        "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 32768,
+        "tie_word_embeddings": True, "use_cache": True,
+    }  # fmt: skip
+    if family.startswith("gemma3"):
+        return shared | gemma_text_config(hidden, heads, layers)
     half = hidden // heads // 2  # rotary pairs of a head, divided among time, height and width
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
     if family.startswith("qwen3_5"):
@@ -96,11 +123,7 @@ def _text_config(
     elif family != "qwen2":
         side = half * 24 // 64
         rope |= {"mrope_section": [half - 2 * side, side, side]}
-    config = {
-        "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 32768,
-        "rope_parameters": rope, "tie_word_embeddings": True, "use_cache": True,
-    }  # fmt: skip
+    config = shared | {"rope_parameters": rope}
     if family.startswith("qwen3"):
         config |= {"head_dim": hidden // heads}
     if family.startswith("qwen3_5"):  # a recurrent layer before each one with attention

@@ -46,7 +46,7 @@ def process_prompt(processor: Any, prompt: Prompt, resize: bool = True) -> Mappi
     `resize` should not change; with narrow limits of pixels it does."""
     messages: Sequence[Any] = [dict(message) for message in prompt.task.messages]
     text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    options: dict[str, Any] = {} if hasattr(processor, "tokenizer") else {"add_special_tokens": False}
+    options: dict[str, Any] = {"add_special_tokens": False}  # the template wrote them
     if prompt.media:
         options |= {"images": [Image.fromarray(medium) for medium in prompt.media]}
         options |= {} if resize else {"do_resize": False}

@@ -26,6 +26,7 @@ from mtrl.models.checkpoint_files import (
     find_checkpoint_file,
     read_checkpoint_json,
 )
+from mtrl.models.families.gemma3 import Gemma3Family
 from mtrl.models.families.model_family import ModelFamily as ModelFamily
 from mtrl.models.families.model_family import TextFamily
 from mtrl.models.families.qwen_tower import Qwen35Family
@@ -46,6 +47,7 @@ from mtrl.utils.plugins import PluginError
 FAMILIES: dict[str, ModelFamily] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), QwenVLFamily()),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), Qwen35Family()),
+    "gemma3": Gemma3Family(),
 }
 VISION_FAMILIES = FAMILIES.keys()  # a view, so it includes families that are added later
 PROCESSOR_FILES = (

@@ -131,4 +131,4 @@ class TextFamily(ModelFamily):
         self.shares_prefix = self.splits_sequences = self.sliding_windows = tested
 
 
-SHARED_PREFIX_TEXT_FAMILIES = ("qwen2", "qwen3", "llama", "mistral")  # tested
+SHARED_PREFIX_TEXT_FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "gemma3_text")  # tested
