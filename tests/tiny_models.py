@@ -27,6 +27,8 @@ from mtrl.models.load_model import load_model
 from mtrl.models.parity import plain_inputs as transformers_inputs
 from mtrl.rollout.responses import make_rollouts
 from mtrl.types import Medium, Prompt, Rollouts, Task
+from pretraining.tiny_checkpoints import QWEN_FAMILIES as QWEN_FAMILIES
+from pretraining.tiny_checkpoints import TEXT_FAMILIES as TEXT_FAMILIES
 from pretraining.tiny_checkpoints import TINY_FAMILIES, VISION_FAMILIES, make_tiny_checkpoint
 
 logging.disable_progress_bar()
@@ -85,10 +87,13 @@ def get_encoder(family: str) -> TextEncoder:
 
 
 def picture(encoder: TextEncoder, rows: int, columns: int, seed: int = 0) -> np.ndarray:
-    """A picture of noise of rows x columns tokens."""
+    """A picture of noise of rows x columns tokens, or of the only size that the model takes."""
     assert encoder.image_settings is not None
     side = encoder.image_settings.factor
-    return np.random.default_rng(seed).integers(0, 256, (rows * side, columns * side, 3), dtype=np.uint8)
+    size = rows * side, columns * side
+    if encoder.image_settings.min_pixels == encoder.image_settings.max_pixels:
+        size = encoder.target_size(*size)
+    return np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
 
 
 def prompt(encoder: TextEncoder, name: str, words: str, sizes: Sequence[tuple[int, int]] = ()) -> Prompt:

@@ -406,8 +406,10 @@ class Forward:
         if (found := self.kept.find(*key)) is not None:
             return found
         ids, positions = (to_device(sp_group.local_part(e), backbone.device) for e in (layout.ids, layout.positions))
-        masks = None if layout.causal else backbone.make_masks(layout.document_mask, layout.packed)
-        states = None if layout.causal else backbone.make_state_forks(layout.document_mask)
+        # A window counts image tokens that are left out, too, which the model would not do by itself.
+        plain = layout.causal and (backbone.is_causal or all(document.images for document in layout.documents))
+        masks = None if plain else backbone.make_masks(layout.document_mask, layout.packed)
+        states = None if plain else backbone.make_state_forks(layout.document_mask)
         if len(layout.predictors) == 1:
             self.kept.keep(*key, value=(ids, positions, masks, states), where="device")
         return ids, positions, masks, states

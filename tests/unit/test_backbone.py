@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from tiny_models import (
-    VISION_FAMILIES,
+    QWEN_FAMILIES,
     checkpoint,
     fresh_backbone,
     get_encoder,
@@ -48,7 +48,7 @@ GRIDS = {
 }
 
 
-@pytest.fixture(params=VISION_FAMILIES)
+@pytest.fixture(params=QWEN_FAMILIES)
 def family(request):
     return request.param
 

@@ -29,11 +29,11 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from mtrl.models.families import VISION_FAMILIES, load_encoder
+from mtrl.models.families import load_encoder
 from mtrl.models.families.vision import patchify, target_size
 from mtrl.protocols import ImageSettings
 from mtrl.types import Medium, Task
-from pretraining.tiny_checkpoints import make_tiny_checkpoint
+from pretraining.tiny_checkpoints import QWEN_FAMILIES, make_tiny_checkpoint
 
 IMAGE = {"type": "image"}
 
@@ -72,10 +72,10 @@ CASES = {
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     root = tmp_path_factory.mktemp("tiny")
-    return {family: make_tiny_checkpoint(root / family, family) for family in VISION_FAMILIES}
+    return {family: make_tiny_checkpoint(root / family, family) for family in QWEN_FAMILIES}
 
 
-@pytest.fixture(scope="module", params=VISION_FAMILIES)
+@pytest.fixture(scope="module", params=QWEN_FAMILIES)
 def path(request, checkpoints):
     return checkpoints[request.param]
 

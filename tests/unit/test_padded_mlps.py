@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import VISION_FAMILIES, checkpoint
+from tiny_models import QWEN_FAMILIES, checkpoint
 from torch import nn
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLMLP
@@ -139,7 +139,7 @@ def those_padded(model):
     return [name for name, module in model.named_modules() if type(module).forward is padded_mlp]
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", QWEN_FAMILIES)
 def test_gated_mlps_of_odd_width_alone_are_padded(family):
     model = odd_model(family)
     names, blocks = set(model.state_dict()), len(model.model.visual.blocks)

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from mtrl.models.tiny_tokenizer import SPECIAL_TOKENS, tiny_tokenizer
-from pretraining.tiny_checkpoints import TINY_FAMILIES, make_tiny_checkpoint
+from pretraining.tiny_checkpoints import QWEN_FAMILIES, TEXT_FAMILIES, TINY_FAMILIES, make_tiny_checkpoint
 
 HELLO = [{"role": "user", "content": "the cat"}]
 
 
 def load(path, family):
-    auto = AutoModelForCausalLM if family == "qwen2" else AutoModelForImageTextToText
+    auto = AutoModelForCausalLM if family in TEXT_FAMILIES else AutoModelForImageTextToText
     return auto.from_pretrained(path)
 
 
@@ -50,7 +50,7 @@ def test_leaves_the_callers_random_state_alone(tmp_path):
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_sizes_can_be_chosen(tmp_path, family):
-    options = {} if family == "qwen2" else {"vision_hidden": 32, "vision_layers": 3, "max_pixels": 50176}
+    options = {} if family in TEXT_FAMILIES else {"vision_hidden": 32, "vision_layers": 3, "max_pixels": 50176}
     path = make_tiny_checkpoint(tmp_path, family, hidden=128, layers=3, heads=4, kv_heads=4, **options)
     config = load(path, family).config
     assert config.get_text_config().num_hidden_layers == (6 if family.startswith("qwen3_5") else 3)
