@@ -42,6 +42,9 @@ class Facts:
 
 
 ALL_ENGINES = "the plain engine, CUDA graphs ([generation.md](generation.md)), vLLM ([vllm_parity.md](vllm_parity.md))"
+GEMMA_ENGINE = (
+    "the plain engine. The CUDA graph engine refuses windows and image blocks, vLLM was not tried and is refused"
+)
 PLAIN_ENGINE = "the plain engine. The CUDA graph engine refuses it. vLLM: [vllm.md](vllm.md#qwen35)"
 FACTS = {
     "qwen2_vl": Facts("Qwen2-VL", ALL_ENGINES, "its chat template adds a system message if the chat has none."),
@@ -75,11 +78,28 @@ FACTS = {
         "Rounding may flip a router between two experts: `rollout/routing_mismatch` counts it. In bf16 a router's "
         "product is bf16 and its softmax float32, as in transformers. The load-balancing loss never enters.",
     ),
+    "gemma3": Facts(
+        "Gemma 3",
+        GEMMA_ENGINE + ".",
+        "most layers see the last tokens only, and the tokens of an image see one another in all layers. Every picture "
+        "is resized to one square, whatever its shape, so limits of pixels do not apply; it is resized by a bicubic "
+        "filter, by transformers' processor with a bilinear one. The line breaks around an image merge with those of "
+        "the template. Pan and scan (crops of long pictures) is off, as in transformers, and refused if the "
+        "checkpoint's image settings ask for it. It takes no videos. Embeddings are multiplied by the root of the "
+        "width, rounded to the dtype of the computation, image features are not. The gradients that differ most are "
+        "those of the tower's key biases, which are 0 but for rounding. `mtrl doctor` does not estimate its memory; "
+        "the preflight measures it.",
+    ),
+    "gemma3_text": Facts(
+        "Gemma 3, text",
+        GEMMA_ENGINE.replace("vLLM was not tried and is refused", "vLLM was not tried") + ".",
+        "as Gemma 3, without images. Models that read in both directions (`use_bidirectional_attention`) are refused.",
+    ),
     "qwen2": Facts(
         "Text models",
         ALL_ENGINES,
         f"prompts are shared for {', '.join(SHARED_PREFIX_TEXT_FAMILIES)}; other text models read a prompt for each "
-        "response. Sliding attention, soft-capped or scaled logits are refused.",
+        "response, and sliding attention is refused in them. Soft-capped or scaled logits are refused.",
     ),
 }
 

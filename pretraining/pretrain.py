@@ -42,7 +42,7 @@ from mtrl.utils.embedded_models import MODELS
 from pretraining import scene_teacher
 from pretraining.evaluation import evaluate, make_prompts
 from pretraining.teacher import Demonstration, demonstrations
-from pretraining.tiny_checkpoints import VISION_FAMILIES, make_tiny_checkpoint
+from pretraining.tiny_checkpoints import QWEN_FAMILIES, make_tiny_checkpoint
 
 ADDED_TOKENS = ("<think>", "</think>", "<answer>", "</answer>")
 PACKAGED_FAMILY = "qwen2_5_vl"
@@ -263,7 +263,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("task", choices=CURRICULA, nargs="?", default="zoo")
     parser.add_argument("--out", type=Path, help="default: the folder of the packaged model")
-    parser.add_argument("--family", choices=VISION_FAMILIES, default=PACKAGED_FAMILY, help="another one needs --out")
+    parser.add_argument("--family", choices=QWEN_FAMILIES, default=PACKAGED_FAMILY, help="another one needs --out")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, help="default: those of the packaged model")
     parser.add_argument("--batch", type=int, help="default: that of the packaged model")

@@ -83,9 +83,7 @@ def make_tiny_checkpoint(
     if family in TEXT_FAMILIES:
         config = AutoConfig.for_model(family, **text)
     elif is_gemma:
-        config = AutoConfig.for_model(
-            family, text_config=text, **gemma_config(tokenizer, vision_hidden, vision_layers)
-        )
+        config = AutoConfig.for_model(family, text_config=text, **gemma_config(tokenizer, vision_hidden, vision_layers))
         write_gemma_settings(directory)
     else:
         marks = media_token_ids(tokenizer)

@@ -20,7 +20,8 @@ settings.register_profile("mtrl", derandomize=True, deadline=None, max_examples=
 settings.load_profile("mtrl")
 
 
-SLOW_FAMILIES = ("qwen2_vl", "qwen3_5_moe")  # like qwen2_5_vl and qwen3_5 but for details; `make test-all` runs them
+# like qwen2_5_vl, qwen3_5 and gemma3 but for details; `make test-all` runs them
+SLOW_FAMILIES = ("qwen2_vl", "qwen3_5_moe", "gemma3_text")
 
 
 def pytest_itemcollected(item):

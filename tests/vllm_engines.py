@@ -38,6 +38,7 @@ INSTALLED = find_spec("vllm") is not None
 MAX_LENGTH = 512
 ON_GPU = torch.cuda.is_available()
 QUICK_ON_GPU = {"enforce_eager": True, "enable_sleep_mode": False}  # no graphs; usable without `resident`
+NOT_TRIED = [family for family in TINY_FAMILIES if family.startswith("gemma3")]
 RECURRENT = [family for family in TINY_FAMILIES if family.startswith("qwen3_5")]  # in bfloat16 alone on a CPU
 _in_process: dict[str, VllmInProcess] = {}
 _tensor_parallel: dict[str, TensorParallelEngine] = {}

@@ -27,7 +27,15 @@ from mtrl.models.adapters import add_adapters, has_adapters, quantize_base, rese
 from mtrl.models.backbone import Backbone
 from mtrl.models.checkpoint_files import base_path, is_adapter
 from mtrl.models.compile_cache import set_compile_cache
-from mtrl.models.families import TextEncoder, UndescribedFamily, encoder_files, load_encoder, register_family
+from mtrl.models.families import (
+    TextEncoder,
+    UndescribedFamily,
+    encoder_files,
+    find_family,
+    load_encoder,
+    load_model_config,
+    register_family,
+)
 from mtrl.models.families.undescribed import HOW_TO_ADD, ProcessorEncoder
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import DTYPES, load_model
@@ -130,6 +138,8 @@ def build_encoder(config: Config) -> TextEncoder:
     )
     if isinstance(encoder, ProcessorEncoder):
         check_undescribed(config)
+    elif config.engine_name == "vllm":
+        check_vllm_family(config)
     warn_about_special_tokens(config, encoder)
     return encoder
 
@@ -146,6 +156,13 @@ def check_undescribed(config: Config) -> None:
     reason = "not available for prompts by the checkpoint's own Processor"
     if errors := [f"{key}: {reason}; {HOW_TO_ADD}" for key, is_set in wrong.items() if is_set]:
         raise ConfigError(errors)
+
+
+def check_vllm_family(config: Config) -> None:
+    model = load_model_config(model_path(config), config.worker.actor.model.trust_remote_code)
+    if not find_family(model).runs_in_vllm:
+        reason = f"vLLM is not available for the family {model.model_type!r}; set it to local"
+        raise ConfigError([f"worker.rollout.name: {reason}"])
 
 
 def register_own_family(config: Config) -> None:
@@ -426,7 +443,7 @@ def _choose_generator(config: Config, policy: Forward, encoder: TextEncoder, get
     if config.engine_name == "auto" and gets_weights:
         why = explain_unsupported_model(policy.backbone)
         slow = f", without its fast path on a GPU ({why})" if why else ""
-        has_vllm = not isinstance(policy.backbone.family, UndescribedFamily)
+        has_vllm = policy.backbone.family.runs_in_vllm
         other = "; worker.rollout.name=vllm is faster there" if why and has_vllm else ""
         say_at_once(f"worker.rollout.name=auto: the local engine samples{slow}{other}")
     return make_fastest_generator(policy.backbone, encoder)

@@ -76,6 +76,7 @@ class Backbone:
             use_forked_states(self.language_model, compiled)
         self.routers = find_routers(self.language_model)
         patches.use_no_dropout(model)
+        patches.use_narrow_embedding_scale(model, self.compute_dtype)
         self.wide_adapters = any(
             each.dtype.itemsize > self.compute_dtype.itemsize for each in adapter_parameters(model).values()
         )
@@ -303,6 +304,8 @@ def check_supported(model: PreTrainedModel) -> None:
     else:
         family = find_family(model.config)
         reasons += explain_layers(family.find_language_model(model), family.sliding_windows)
+    if getattr(config, "use_bidirectional_attention", None) is True:
+        reasons.append("attention of text to later tokens")
     if getattr(head, "bias", None) is not None:
         reasons.append("an output layer with a bias")
     if hasattr(head, "base_layer"):  # `output_matrix` is the weight without its adapter

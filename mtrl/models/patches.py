@@ -151,6 +151,19 @@ def use_no_dropout(model: Any) -> None:
             module.attention_dropout = 0.0
 
 
+def use_narrow_embedding_scale(model: Any, dtype: torch.dtype) -> None:
+    """Round the factor of scaled embeddings (Gemma's) to the dtype of the computation.
+
+    Why: transformers rounds it to the dtype of the weights: at a width of 2,560 50.6 is 50.5 in bf16. With float32
+    master weights one process would train with another factor than ranks that gather narrow weights, and than a bf16
+    checkpoint. Unnecessary once transformers rounds it alike for all weights.
+    """
+    for module in model.modules():
+        scale = getattr(module, "embed_scale", None)
+        if isinstance(scale, Tensor):
+            scale.copy_(scale.to(dtype))
+
+
 def use_narrow_adapters(adapted: Iterable[Any]) -> None:
     """Let adapters that are wider than the products take their input unchanged; autocast narrows their weights.
 

@@ -43,7 +43,11 @@ def test_a_text_model(tmp_path):
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen2_5_vl", "qwen3_5", *(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3_vl", "qwen3_5_moe"))],
+    [
+        "qwen2_5_vl",
+        "qwen3_5",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3_vl", "qwen3_5_moe", "gemma3")),
+    ],
 )
 def test_an_image_on_one_rank_alone(family, tmp_path):
     """The tower runs on both, or both wait for ever."""

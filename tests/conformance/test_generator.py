@@ -27,7 +27,7 @@ from tiny_models import (
     shared_backbone,
 )
 from transformers import DynamicCache
-from vllm_engines import INSTALLED, RECURRENT, child_process, engine_on, in_process, server, tensor_parallel
+from vllm_engines import INSTALLED, NOT_TRIED, RECURRENT, child_process, engine_on, in_process, server, tensor_parallel
 
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
@@ -84,8 +84,8 @@ SAMPLED = Sampling(n=3, max_new_tokens=12)
 OLD_FAMILY = "qwen2_vl"  # same decoder as qwen2_5_vl; run by `make test-all`
 
 
-# qwen3_5: test_family_checks.py has its greedy tokens, `make test-all` the rest.
-QUICK_FAMILIES = [each for each in TINY_FAMILIES if each not in (OLD_FAMILY, "qwen3_5")]
+# qwen3_5, gemma3: test_family_checks.py and test_mask_rules.py have their greedy tokens, `make test-all` the rest.
+QUICK_FAMILIES = [each for each in TINY_FAMILIES if each not in (OLD_FAMILY, "qwen3_5", "gemma3")]
 
 
 @pytest.fixture(params=slow_but(TINY_FAMILIES, *QUICK_FAMILIES))
@@ -110,6 +110,8 @@ def make_engine(engines, name, family, encoder):
         pytest.skip("its kernels have neither recurrent layers nor windows")
     if name in HOSTS and family in RECURRENT:
         pytest.skip("in bfloat16 alone; tests/on_vllm/test_recurrent_vllm.py")
+    if name in HOSTS and family in NOT_TRIED:
+        pytest.skip("not tried in vLLM")
     return engines[name](family, encoder)
 
 

@@ -11,21 +11,20 @@ from helpers import close
 from run_helpers import read_metrics
 from test_family_checks import BAR, assert_reported, each_fault
 from tiny_models import SHARPER, checkpoint, get_encoder
-from tiny_vlms import WINDOW, make_tiny_vlm, train_one_step
+from tiny_vlms import train_one_step
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mtrl.compose.family_checks import make_candidate, run_check
 from mtrl.models.backbone import Backbone, explain_no_sequence_parallel
 from mtrl.models.document_mask import DocumentMask, MaskRule
-from mtrl.models.families import FAMILIES, load_encoder, register_family
+from mtrl.models.families import load_encoder
 from mtrl.models.family_checks import CHECKS
 from mtrl.models.load_model import load_model
 from mtrl.rollout.decode.engine import explain_unsupported_model
 from mtrl.types import SEGMENTS, VISION_POOL, Needs
-from mtrl.utils.plugins import load_plugin
+from pretraining.tiny_gemma import WINDOW
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).resolve().parents[2]
 SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -35,22 +34,12 @@ TEXT = {"mistral": {"sliding_window": WINDOW}, "qwen2": NOT_IN_THE_FIRST, "qwen3
 
 
 @pytest.fixture(scope="module")
-def gemma3(tmp_path_factory):
-    path = make_tiny_vlm(tmp_path_factory.mktemp("gemma3"), "gemma3")
-    register_family(str(path), load_plugin(f"{ROOT}/examples/families/gemma3.py:Gemma3", "model family"))
-    yield path
-    del FAMILIES["gemma3"]
-
-
-@pytest.fixture(scope="module")
-def candidate(gemma3):
+def candidate():
     @lru_cache
     def make(family, dtype=torch.float32):
         if family == "gemma3":
-            model = load_model(gemma3)
-            with torch.no_grad():  # features as large as embeddings, so that their attention matters
-                model.model.multi_modal_projector.mm_input_projection_weight.mul_(0.02)
-            return make_candidate(str(gemma3), model.to(dtype), load_encoder(gemma3))
+            path = checkpoint(family)
+            return make_candidate(str(path), load_model(path).to(dtype), load_encoder(path))
         encoder = get_encoder("qwen2")
         config = AutoConfig.for_model(family, vocab_size=len(encoder.tokenizer), **SIZES, **TEXT[family])
         with torch.random.fork_rng(devices=[]):
@@ -170,10 +159,10 @@ def test_what_is_not_supported_is_one_line(candidate):
 
 @pytest.mark.usefixtures("no_curves")
 @pytest.mark.slow  # 6 s
-def test_it_trains_with_shared_prompts_through_the_key(gemma3, tmp_path, monkeypatch):
+def test_it_trains_with_shared_prompts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    family = f"worker.actor.model.family={ROOT}/examples/families/gemma3.py:Gemma3"
-    assert train_one_step(gemma3, "dataset.max_response_length=12", "worker.rollout.n=3", family) == 0
+    model = checkpoint("gemma3")
+    assert train_one_step(model, "dataset.max_response_length=12", "worker.rollout.n=3") == 0
     metrics = read_metrics(tmp_path / "outputs/mtrl/run")[1, False]
     assert metrics["actor/grad_norm"] > 0 and metrics["rollout/logprob_gap_mean"] < BAR
     assert Path("outputs/mtrl/run/checkpoints/step_1/model.safetensors").is_file()

@@ -15,6 +15,7 @@ from tiny_models import (
 )
 from vllm_engines import (
     INSTALLED,
+    NOT_TRIED,
     RECURRENT,
     child_process,
     count_parameters,
@@ -39,7 +40,9 @@ SAMPLED = Sampling(n=3, max_new_tokens=8)
 HOSTS = {"inprocess": in_process, "process": child_process, "server": server, "parts": tensor_parallel}
 MODES = [pytest.param(mode, marks=pytest.mark.slow if mode == "parts" else ()) for mode in HOSTS]
 TOLERANCE = 1e-4
-FAMILIES = [family for family in TINY_FAMILIES if family not in RECURRENT]  # those are in test_recurrent_vllm.py
+FAMILIES = [
+    family for family in TINY_FAMILIES if family not in (*RECURRENT, *NOT_TRIED)
+]  # recurrent: test_recurrent_vllm.py
 PLACES = {  # one weight of each part: a piece of its name
     "vision tower": ("visual.blocks.0", "mlp"),
     "merger": ("visual.merger", "weight"),

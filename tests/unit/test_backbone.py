@@ -19,6 +19,7 @@ from tiny_models import (
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
     GraniteConfig,
@@ -371,6 +372,9 @@ ODD_MODELS = {
     "logits_scaling": GraniteConfig(**SIZES, logits_scaling=4.0),
     "sliding attention": Starcoder2Config(**SIZES, num_key_value_heads=2, sliding_window=8),
     "an output layer with a bias": PhiConfig(**SIZES),
+    "attention of text to later tokens": Gemma3TextConfig(
+        **SIZES, num_key_value_heads=2, head_dim=16, use_bidirectional_attention=True
+    ),
     "its layout": GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64),
 }
 

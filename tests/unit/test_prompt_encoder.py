@@ -23,7 +23,7 @@ from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 from mtrl.models.families import VISION_FAMILIES, load_encoder
 from mtrl.models.tiny_tokenizer import SPECIAL_TOKENS
 from mtrl.types import NO_POOL, TEXT_POOL, VISION_POOL, Medium, Task
-from pretraining.tiny_checkpoints import make_tiny_checkpoint
+from pretraining.tiny_checkpoints import QWEN_FAMILIES, make_tiny_checkpoint
 
 IMAGE = {"type": "image"}
 PLAIN = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }} {% endfor %}[assistant]"  # not ChatML
@@ -109,7 +109,7 @@ def test_special_tokens_of_a_row_are_text(checkpoints, family, words):
     # The words between template tokens are tokenized with split_special_tokens.
     spelled = encoder.tokenizer(words + "", split_special_tokens=True, add_special_tokens=False)["input_ids"]
     ids = prompt.engine_ids.tolist()
-    if family in VISION_FAMILIES:  # they are alone between <|vision_end|> and <|im_end|>
+    if family in VISION_FAMILIES:  # they are alone between the marks of an image and of a turn
         assert any(ids[i : i + len(spelled)] == spelled for i in range(len(ids)))
 
 
@@ -169,7 +169,7 @@ MEDIA_TOKENS = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_
 
 
 def test_forbidden_tokens_are_the_media_marks_and_no_others(checkpoints, encoder, text_encoder):
-    for family in VISION_FAMILIES:
+    for family in QWEN_FAMILIES:
         names = {i: t.content for i, t in load_encoder(checkpoints[family]).tokenizer.added_tokens_decoder.items()}
         assert {names[i] for i in load_encoder(checkpoints[family]).forbidden_ids} == set(MEDIA_TOKENS)
     assert text_encoder.forbidden_ids == ()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from mtrl.models.tiny_tokenizer import SPECIAL_TOKENS, tiny_tokenizer
-from pretraining.tiny_checkpoints import QWEN_FAMILIES, TEXT_FAMILIES, TINY_FAMILIES, make_tiny_checkpoint
+from pretraining.tiny_checkpoints import TEXT_FAMILIES, TINY_FAMILIES, make_tiny_checkpoint
 
 HELLO = [{"role": "user", "content": "the cat"}]
 
@@ -51,17 +51,19 @@ def test_leaves_the_callers_random_state_alone(tmp_path):
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_sizes_can_be_chosen(tmp_path, family):
     options = {} if family in TEXT_FAMILIES else {"vision_hidden": 32, "vision_layers": 3, "max_pixels": 50176}
+    depth = "num_hidden_layers" if family == "gemma3" else "depth"
     path = make_tiny_checkpoint(tmp_path, family, hidden=128, layers=3, heads=4, kv_heads=4, **options)
     config = load(path, family).config
     assert config.get_text_config().num_hidden_layers == (6 if family.startswith("qwen3_5") else 3)
     assert config.get_text_config().hidden_size == 128
     if options:
-        assert config.vision_config.depth == 3
-        assert "50176" in (path / "preprocessor_config.json").read_text()
+        assert getattr(config.vision_config, depth) == 3
+        written = "50176" in (path / "preprocessor_config.json").read_text()
+        assert written == (family != "gemma3"), "its images have one size"
 
 
 def test_unknown_family_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"llava.*qwen2_vl, .*qwen3_5_moe, qwen2$"):
+    with pytest.raises(ValueError, match=r"llava.*qwen2_vl, .*qwen3_5_moe, gemma3, qwen2, gemma3_text$"):
         make_tiny_checkpoint(tmp_path, "llava")
     assert not list(tmp_path.iterdir())
 

@@ -107,3 +107,4 @@ class Gemma3Family(ModelFamily):
     sliding_windows = True
     image_blocks = True
     shares_prefix = True
+    runs_in_vllm = False  # it adds line breaks and marks to the tokens of a prompt itself; not tried

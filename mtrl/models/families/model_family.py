@@ -83,6 +83,7 @@ class ModelFamily:
     image_blocks: bool = False
     shares_prefix: bool = False
     splits_sequences: bool = False
+    runs_in_vllm: ClassVar[bool] = True  # False: the engine would make other prompts than the trainer
 
     def find_language_model(self, model: Any) -> Any:
         return getattr(model.model, "language_model", model.model)
@@ -128,7 +129,8 @@ class ModelFamily:
 class TextFamily(ModelFamily):
     def __init__(self, model_type: str) -> None:
         tested = model_type in SHARED_PREFIX_TEXT_FAMILIES
-        self.shares_prefix = self.splits_sequences = self.sliding_windows = tested
+        self.shares_prefix = self.sliding_windows = tested
+        self.splits_sequences = tested and model_type != "gemma3_text"  # most of its layers have windows
 
 
 SHARED_PREFIX_TEXT_FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "gemma3_text")  # tested

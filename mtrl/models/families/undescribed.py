@@ -155,6 +155,7 @@ class UndescribedFamily(ModelFamily):
 
     encoder = ProcessorEncoder
     image_encoder = ProcessorImageEncoder
+    runs_in_vllm = False
 
     def find_language_model(self, model: Any) -> Any:
         return model.get_decoder()

@@ -57,8 +57,8 @@ def make_fastest_generator(backbone: Backbone, encoder: PromptEncoder) -> LocalG
     if why is None:
         return GraphGenerator(backbone, encoder, ops=triton_ops())
     if backbone.device.type == "cuda":
-        message = "generation uses the local engine, which is several times slower: %s. Try worker.rollout.name=vllm"
-        logger.warning(message, why)
+        other = ". Try worker.rollout.name=vllm" if backbone.family.runs_in_vllm else ""
+        logger.warning("generation uses the local engine, which is several times slower: %s%s", why, other)
     return LocalGenerator(backbone, encoder)
 
 
