@@ -304,7 +304,7 @@ def check_supported(model: PreTrainedModel) -> None:
     else:
         family = find_family(model.config)
         reasons += explain_layers(family.find_language_model(model), family.sliding_windows)
-    if getattr(config, "use_bidirectional_attention", None) is True:
+    if config is model.config and getattr(config, "use_bidirectional_attention", None) is True:
         reasons.append("attention of text to later tokens")
     if getattr(head, "bias", None) is not None:
         reasons.append("an output layer with a bias")
