@@ -25,7 +25,7 @@ from mtrl.models.families.model_family import SHARED_PREFIX_TEXT_FAMILIES, TextF
 from mtrl.models.family_checks import CHECKS
 from mtrl.models.load_model import load_model
 from mtrl.report.markdown_text import table
-from pretraining.tiny_checkpoints import TINY_FAMILIES, make_tiny_checkpoint
+from pretraining.tiny_checkpoints import CHECKED_FAMILIES, make_tiny_checkpoint
 
 LARGER = 8
 HYBRID = "qwen3_5"
@@ -46,6 +46,12 @@ GEMMA_ENGINE = (
     "the plain engine. The CUDA graph engine refuses windows and image blocks, vLLM was not tried and is refused"
 )
 PLAIN_ENGINE = "the plain engine. The CUDA graph engine refuses it. vLLM: [vllm.md](vllm.md#qwen35)"
+TILES = (
+    "the tower reads tiles and a small copy of the image. Perturbations act on the image at the size of all tiles, and "
+    "the copy is made from that. The viewer draws maps over tiles and copy, one below the other. No videos. "
+    "`mtrl doctor` does not estimate its memory; the preflight measures it."
+)
+SOURCES = "The chat format and the names of the marks are those of transformers' code alone."
 FACTS = {
     "qwen2_vl": Facts("Qwen2-VL", ALL_ENGINES, "its chat template adds a system message if the chat has none."),
     "qwen2_5_vl": Facts(
@@ -78,6 +84,35 @@ FACTS = {
         "Rounding may flip a router between two experts: `rollout/routing_mismatch` counts it. In bf16 a router's "
         "product is bf16 and its softmax float32, as in transformers. The load-balancing loss never enters.",
     ),
+    "qwen3_vl_moe": Facts(
+        "Qwen3-VL with experts",
+        "the plain engine. The CUDA graph engine refuses it; vLLM was not tried",
+        "as Qwen3-VL, and of the experts what is said of Qwen3.5's.",
+    ),
+    "internvl": Facts(
+        "InternVL 3 and 3.5 (-hf)",
+        "the plain engine, CUDA graphs (its language model is Qwen2 or Qwen3). vLLM was not tried and is refused",
+        f"{TILES} Their number is transformers', from the shape of the image. {SOURCES}",
+    ),
+    "idefics3": Facts(
+        "Idefics3",
+        "the plain engine, CUDA graphs (its language model is Llama). vLLM was not tried and is refused",
+        f"{TILES} The settings' `size` must be a multiple of the tile. transformers enlarges an image twice, to this "
+        f"size and to whole tiles; here it is resized once. {SOURCES}",
+    ),
+    "smolvlm": Facts(
+        "SmolVLM",
+        "as Idefics3",
+        "as Idefics3. Tiles whose values are all 0 are padding for transformers, which drops them; here none is "
+        "dropped. The processor of SmolVLM2 needs num2words; that of SmolVLM, which was compared, is Idefics3's.",
+    ),
+    "glm4v": Facts(
+        "GLM-4.1V",
+        "the plain engine. The CUDA graph engine refuses it. vLLM was not tried and is refused",
+        "a checkpoint's limits of pixels count both frames of a patch, so an image has half of them; "
+        f"`dataset.max_pixels` counts those of the image. No videos. `mtrl doctor` does not estimate its memory; "
+        f"the preflight measures it. {SOURCES}",
+    ),
     "gemma3": Facts(
         "Gemma 3",
         GEMMA_ENGINE + ".",
@@ -96,11 +131,13 @@ FACTS = {
         "as Gemma 3, without images. Models that read in both directions (`use_bidirectional_attention`) are refused.",
     ),
     "qwen2": Facts(
-        "Text models",
+        "Text models: Qwen2, Qwen2.5",
         ALL_ENGINES,
         f"prompts are shared for {', '.join(SHARED_PREFIX_TEXT_FAMILIES)}; other text models read a prompt for each "
         "response, and sliding attention is refused in them. Soft-capped or scaled logits are refused.",
     ),
+    "qwen3": Facts("Text models: Qwen3", ALL_ENGINES, "queries and keys are normalized, head by head."),
+    "llama": Facts("Text models: Llama 3, SmolLM2", ALL_ENGINES, "none of its own."),
 }
 
 HEAD = """\
@@ -139,14 +176,14 @@ def make_page(small: Findings, large: Findings, in_float64: float) -> str:
         f"Weights {LARGER} times as large:\n",
         make_table(large) + "\n",
         "## By family\n",
-        *(describe_family(name) for name in TINY_FAMILIES),
+        *(describe_family(name) for name in CHECKED_FAMILIES),
     ]
     return "\n".join(parts)
 
 
 def make_table(findings: Findings) -> str:
-    rows = [[check, *(format_worst(findings[family][check]) for family in TINY_FAMILIES)] for check in CHECKS]
-    return table(["check", *TINY_FAMILIES], rows)
+    rows = [[check, *(format_worst(findings[family][check]) for family in CHECKED_FAMILIES)] for check in CHECKS]
+    return table(["check", *CHECKED_FAMILIES], rows)
 
 
 def format_worst(finding: Finding) -> str:
@@ -181,7 +218,7 @@ def enlarge(model: Any) -> Any:
     return model
 
 
-def measure_families(families: Sequence[str] = TINY_FAMILIES) -> tuple[Findings, Findings, float]:
+def measure_families(families: Sequence[str] = CHECKED_FAMILIES) -> tuple[Findings, Findings, float]:
     with tempfile.TemporaryDirectory() as folder:
         paths = {name: make_tiny_checkpoint(Path(folder, name), name, layers=3) for name in families}
         small = {name: measure(path, load_model(path)) for name, path in paths.items()}

@@ -25,19 +25,21 @@ from mtrl.models.tiny_tokenizer import (
     tiny_tokenizer,
     write_image_settings,
 )
-from pretraining.tiny_gemma import (
-    LINE_BREAKS,
-    add_gemma_tokens,
-    fill_projection,
-    gemma_config,
-    gemma_text_config,
-    write_gemma_settings,
-)
+from pretraining import tiny_gemma, tiny_glm, tiny_idefics, tiny_internvl
 
 QWEN_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 VISION_FAMILIES = (*QWEN_FAMILIES, "gemma3")
-TEXT_FAMILIES = ("qwen2", "gemma3_text")
-TINY_FAMILIES = (*VISION_FAMILIES, *TEXT_FAMILIES)
+TINY_FAMILIES = (*VISION_FAMILIES, "qwen2", "gemma3_text")  # in the tests of passes, generation, checkpoints, ..
+OTHER_TEXT_FAMILIES = ("qwen3", "llama")
+OTHER_VISION_FAMILIES = ("qwen3_vl_moe", "internvl", "idefics3", "smolvlm", "glm4v")
+CHECKED_FAMILIES = (*TINY_FAMILIES, *OTHER_VISION_FAMILIES, *OTHER_TEXT_FAMILIES)  # those of docs/models.md
+TEXT_FAMILIES = ("qwen2", "gemma3_text", *OTHER_TEXT_FAMILIES)
+OWN_PARTS: dict[str, Any] = {
+    **dict.fromkeys(("gemma3", "gemma3_text"), tiny_gemma),
+    **dict.fromkeys(("idefics3", "smolvlm"), tiny_idefics),
+    "glm4v": tiny_glm,
+    "internvl": tiny_internvl,
+}
 
 
 def make_tiny_checkpoint(
@@ -61,19 +63,19 @@ def make_tiny_checkpoint(
     """Write a loadable Hugging Face directory with random weights; the same arguments give the same bytes.
 
     `layers` have attention; hybrid families have as many recurrent ones between them, whose heads are `recurrent_head`
-    wide (None: as in attention). Pixel limits default to 4 and 1280 tokens per image; images of Gemma have one size.
+    wide (None: as in attention). Pixel limits default to 4 and 1280 tokens per image, for images of Qwen and GLM.
     The tokenizer is trained on `words`, up to `vocabulary` tokens, and each of `added_tokens` is a single token. The
     caller's random state is not changed.
     """
-    if family not in TINY_FAMILIES:
-        raise ValueError(f"no tiny checkpoint for family {family!r}; there are {', '.join(TINY_FAMILIES)}")
+    if family not in CHECKED_FAMILIES:
+        raise ValueError(f"no tiny checkpoint for family {family!r}; there are {', '.join(CHECKED_FAMILIES)}")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    is_gemma = family.startswith("gemma3")
-    words = f"{words} {LINE_BREAKS}" if is_gemma else words
+    own = OWN_PARTS.get(family)
+    words += getattr(own, "MORE_WORDS", "")
     tokenizer = tiny_tokenizer(not family.startswith("qwen3"), words, tuple(added_tokens), vocabulary)
-    if is_gemma:
-        add_gemma_tokens(tokenizer)
+    if own is not None:
+        own.add_tokens(tokenizer)
     tokenizer.save_pretrained(directory)
 
     end, pad = end_token_ids(tokenizer)
@@ -82,9 +84,11 @@ def make_tiny_checkpoint(
     loader: Any = AutoModelForCausalLM if family in TEXT_FAMILIES else AutoModelForImageTextToText
     if family in TEXT_FAMILIES:
         config = AutoConfig.for_model(family, **text)
-    elif is_gemma:
-        config = AutoConfig.for_model(family, text_config=text, **gemma_config(tokenizer, vision_hidden, vision_layers))
-        write_gemma_settings(directory)
+    elif own is not None:
+        limits = {"min_pixels": min_pixels, "max_pixels": max_pixels} if own is tiny_glm else {}
+        more = own.make_config(tokenizer, hidden, vision_hidden, vision_layers)
+        config = AutoConfig.for_model(family, text_config=text, **more)
+        own.write_settings(directory, **limits)
     else:
         marks = media_token_ids(tokenizer)
         vision = _vision_config(family, hidden, vision_hidden, vision_layers)
@@ -94,7 +98,7 @@ def make_tiny_checkpoint(
         torch.manual_seed(seed)
         model = loader.from_config(config, dtype=torch.float32)
         if family == "gemma3":
-            fill_projection(model)
+            tiny_gemma.fill_projection(model)
     model.generation_config = make_generation_config(tokenizer)
     model.save_pretrained(directory)
     return directory
@@ -109,18 +113,18 @@ def _text_config(
         "tie_word_embeddings": True, "use_cache": True,
     }  # fmt: skip
     if family.startswith("gemma3"):
-        return shared | gemma_text_config(hidden, heads, layers)
+        return shared | tiny_gemma.text_config(hidden, heads, layers)
+    if family == "glm4v":
+        return shared | tiny_glm.text_config(hidden, heads)
     half = hidden // heads // 2  # rotary pairs of a head, divided among time, height and width
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
     if family.startswith("qwen3_5"):
         half //= 2  # half of a head has no rotary positions
         rope |= {"partial_rotary_factor": 0.5}
-    if family.startswith("qwen3"):
-        side = half * 20 // 64
-        rope |= {"mrope_section": [half - 2 * side, side, side], "mrope_interleaved": True}
-    elif family != "qwen2":
-        side = half * 24 // 64
-        rope |= {"mrope_section": [half - 2 * side, side, side]}
+    if family in (*QWEN_FAMILIES, "qwen3_vl_moe"):
+        new = family.startswith("qwen3")
+        side = half * (20 if new else 24) // 64
+        rope |= {"mrope_section": [half - 2 * side, side, side]} | ({"mrope_interleaved": True} if new else {})
     config = shared | {"rope_parameters": rope}
     if family.startswith("qwen3"):
         config |= {"head_dim": hidden // heads}
@@ -128,9 +132,10 @@ def _text_config(
         widths = {f"linear_{name}_head_dim": recurrent_head for name in ("key", "value")}
         config |= {"linear_num_key_heads": kv_heads, "linear_num_value_heads": heads, **widths}
         config |= {"num_hidden_layers": 2 * layers, "layer_types": ["linear_attention", "full_attention"] * layers}
+    if family.endswith("moe"):
+        config |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
     if family == "qwen3_5_moe":
-        config |= {"num_experts": 4, "num_experts_per_tok": 2}
-        config |= {"moe_intermediate_size": hidden, "shared_expert_intermediate_size": hidden}
+        config |= {"shared_expert_intermediate_size": hidden}
     return config
 
 
@@ -142,4 +147,4 @@ def _vision_config(family: str, hidden: int, vision_hidden: int, depth: int) -> 
     if family == "qwen2_5_vl":
         return shared | {"patch_size": 14, "window_size": 112, "fullatt_block_indexes": [depth - 1]}
     shared |= {"patch_size": 16, "num_position_embeddings": 256}
-    return shared | ({"deepstack_visual_indexes": [0]} if family == "qwen3_vl" else {})
+    return shared | ({"deepstack_visual_indexes": [0]} if family.startswith("qwen3_vl") else {})

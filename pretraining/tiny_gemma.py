@@ -13,7 +13,7 @@ SIDE, PATCH, TOKENS = 112, 14, 16  # of an image: pixels of a side, pixels of a 
 WINDOW = 10  # fewer than an image has tokens
 MARKS = {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image_soft_token>"}
 SPECIAL_TOKENS = ["<bos>", "<start_of_turn>", "<end_of_turn>", *MARKS.values()]
-LINE_BREAKS = "\n\n\n".join(40 * ["."])  # for the tokenizer: as Gemma's, it has tokens of several line breaks
+MORE_WORDS = " " + "\n\n\n".join(40 * ["."])  # for the tokenizer: as Gemma's, it has tokens of several line breaks
 TEMPLATE = (
     "{{ '<bos>' }}{% set first = '' %}{% if messages[0]['role'] == 'system' %}"
     "{% if messages[0]['content'] is string %}{% set first = messages[0]['content'] + '\n\n' %}"
@@ -29,14 +29,14 @@ TEMPLATE = (
 )
 
 
-def add_gemma_tokens(tokenizer: Any) -> None:
+def add_tokens(tokenizer: Any) -> None:
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     tokenizer.bos_token = "<bos>"
     tokenizer._set_model_specific_special_tokens({f"{name}_token": token for name, token in MARKS.items()})
     tokenizer.chat_template = TEMPLATE
 
 
-def gemma_text_config(hidden: int, heads: int, layers: int) -> dict[str, Any]:
+def text_config(hidden: int, heads: int, layers: int) -> dict[str, Any]:
     """Windows in every second layer, not in the last one."""
     kinds = ["full_attention", "sliding_attention"]
     return {
@@ -45,7 +45,7 @@ def gemma_text_config(hidden: int, heads: int, layers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def gemma_config(tokenizer: Any, vision_hidden: int, vision_layers: int) -> dict[str, Any]:
+def make_config(tokenizer: Any, hidden: int, vision_hidden: int, vision_layers: int) -> dict[str, Any]:
     """What the configuration has beside that of the text model."""
     vision = {
         "model_type": "siglip_vision_model", "hidden_size": vision_hidden, "intermediate_size": 2 * vision_hidden,
@@ -62,7 +62,7 @@ def fill_projection(model: Any) -> None:
     model.model.multi_modal_projector.mm_input_projection_weight.normal_(std=model.config.initializer_range)
 
 
-def write_gemma_settings(directory: Path) -> None:
+def write_settings(directory: Path) -> None:
     """Write the settings of images and of the processor with the keys of the published checkpoints."""
     images = {
         "image_processor_type": "Gemma3ImageProcessor", "processor_class": "Gemma3Processor",

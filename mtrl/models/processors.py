@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import transformers
@@ -10,6 +11,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTrainedConfig
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
+from mtrl.models.checkpoint_files import read_checkpoint_json
 from mtrl.types import Prompt
 
 
@@ -21,13 +23,15 @@ def load_processor(path: str, config: PreTrainedConfig, trust_remote_code: bool 
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     try:
         return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except ImportError:
-        if name is None:
+    except (ImportError, ValueError) as error:  # which of them depends on the file that is missing
+        if name is None or "torchvision" not in str(error).lower():
             raise
     kind: Any = getattr(transformers, name)
     images = AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=trust_remote_code)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    return _without_videos(kind)(image_processor=images, tokenizer=tokenizer, chat_template=tokenizer.chat_template)
+    accepted, saved = signature(kind).parameters, read_checkpoint_json(path, "processor_config.json")
+    options = {"chat_template": tokenizer.chat_template} | {name: saved[name] for name in saved if name in accepted}
+    return _without_videos(kind)(**options | {"image_processor": images, "tokenizer": tokenizer})
 
 
 def _without_videos(kind: Any) -> Any:

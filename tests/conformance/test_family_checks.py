@@ -22,7 +22,7 @@ from mtrl.models.load_model import load_model
 from mtrl.models.masked_attention import MassReader
 from mtrl.models.recurrent import StateForks
 from mtrl.rollout.local import Decoding
-from pretraining.tiny_checkpoints import TEXT_FAMILIES, TINY_FAMILIES, make_tiny_checkpoint
+from pretraining.tiny_checkpoints import CHECKED_FAMILIES, TEXT_FAMILIES, make_tiny_checkpoint
 
 BAR = 1e-5  # of log-probs in nats, of gradients relative to the largest of a weight, of masses; in float32
 AMPLIFIES = ("qwen3_5", "qwen3_5_moe", "gemma3")  # rounding, in some gradients
@@ -57,7 +57,7 @@ def sharp(tiny):
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=() if each == "qwen3_5" else pytest.mark.slow) for each in TINY_FAMILIES]
+    "family", [pytest.param(each, marks=() if each == "qwen3_5" else pytest.mark.slow) for each in CHECKED_FAMILIES]
 )
 @pytest.mark.parametrize("check", CHECKS)
 def test_every_family_passes(tiny, family, check):
@@ -79,7 +79,7 @@ def test_decays_are_exact_in_float64(tiny):
 
 
 @pytest.mark.slow  # 2 s per family
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("family", CHECKED_FAMILIES)
 def test_every_family_passes_with_large_weights(family):
     """Eight times as large: rounding is amplified, and so is every fault."""
     findings = list(run_checks(str(checkpoint(family))))
@@ -88,7 +88,7 @@ def test_every_family_passes_with_large_weights(family):
 
 
 @pytest.mark.slow  # 2 s per family
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("family", CHECKED_FAMILIES)
 def test_every_family_passes_in_bf16(family):
     findings = list(run_checks(str(checkpoint(family)), dtype="bf16"))
     assert all(each.passed for each in findings), findings

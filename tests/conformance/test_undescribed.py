@@ -33,9 +33,10 @@ REFUSED = {
 
 
 @pytest.fixture(autouse=True)
-def without_gemma3(monkeypatch):
-    """Gemma 3 as if it were not described: its masks are those that the check must notice."""
-    monkeypatch.delitem(FAMILIES, "gemma3")
+def without_descriptions(monkeypatch):
+    """As if nobody had described these: the masks of Gemma 3 are those that the check must notice."""
+    for family in ("gemma3", "idefics3", "internvl"):
+        monkeypatch.delitem(FAMILIES, family)
 
 
 @pytest.fixture(scope="module")

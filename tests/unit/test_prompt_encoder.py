@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mtrl.compose.policy import build_encoder
 from mtrl.config import load_config
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
-from mtrl.models.families import VISION_FAMILIES, load_encoder
+from mtrl.models.families import load_encoder
 from mtrl.models.tiny_tokenizer import SPECIAL_TOKENS
 from mtrl.types import NO_POOL, TEXT_POOL, VISION_POOL, Medium, Task
-from pretraining.tiny_checkpoints import QWEN_FAMILIES, make_tiny_checkpoint
+from pretraining.tiny_checkpoints import QWEN_FAMILIES, VISION_FAMILIES, make_tiny_checkpoint
 
 IMAGE = {"type": "image"}
 PLAIN = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }} {% endfor %}[assistant]"  # not ChatML

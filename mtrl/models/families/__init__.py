@@ -27,6 +27,9 @@ from mtrl.models.checkpoint_files import (
     read_checkpoint_json,
 )
 from mtrl.models.families.gemma3 import Gemma3Family
+from mtrl.models.families.glm import GlmFamily
+from mtrl.models.families.idefics import IdeficsFamily
+from mtrl.models.families.internvl import InternVLFamily
 from mtrl.models.families.model_family import ModelFamily as ModelFamily
 from mtrl.models.families.model_family import TextFamily
 from mtrl.models.families.qwen_tower import Qwen35Family
@@ -45,8 +48,11 @@ from mtrl.utils.plugins import PluginError
 # Vision-language families by the `model_type` of their config.json. Users add their own by `register_family`; text-only
 # models need none.
 FAMILIES: dict[str, ModelFamily] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), QwenVLFamily()),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), QwenVLFamily()),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), Qwen35Family()),
+    "internvl": InternVLFamily(),
+    "glm4v": GlmFamily(),
+    **dict.fromkeys(("idefics3", "smolvlm"), IdeficsFamily()),
     "gemma3": Gemma3Family(),
 }
 VISION_FAMILIES = FAMILIES.keys()  # a view, so it includes families that are added later

@@ -104,10 +104,9 @@ class VisionEncoder(TextEncoder):
         return rows * columns
 
     def pixels(self, array: np.ndarray, device: torch.device | None) -> Tensor:
-        """The entry of `pixel_values` for an image at its target size."""
-        return normalize(
-            to_device(torch.tensor(self.visible_part(array)), device).permute(2, 0, 1), self.image_settings
-        )
+        """[entries, 3, H, W]: what `pixel_values` holds for an image at its target size."""
+        image = to_device(torch.tensor(self.visible_part(array)), device)
+        return normalize(image.permute(2, 0, 1), self.image_settings)[None]
 
     # --------------------------------------------------------------------------------------------------- PromptEncoder
     def length(self, task: Task, sizes: Sequence[tuple[int, int]]) -> int:
@@ -139,10 +138,10 @@ class VisionEncoder(TextEncoder):
         self, prompt: Prompt, media: Sequence[np.ndarray] | None = None, device: torch.device | None = None
     ) -> dict[str, Tensor]:
         """Arguments of the model's forward in addition to the ids, for one prompt: position_ids [L] and, if it has
-        images, pixel_values [images, ..]. `media`: another view of the images, of the same sizes."""
+        images, pixel_values [entries, ..]. `media`: another view of the images, of the same sizes."""
         inputs = {"position_ids": torch.arange(len(prompt.ids))}
         if media := self._check_view(prompt, media):
-            inputs["pixel_values"] = torch.stack([self.pixels(array, device) for array in media])
+            inputs["pixel_values"] = torch.cat([self.pixels(array, device) for array in media])
         return inputs
 
     def visible_part(self, medium: np.ndarray) -> np.ndarray:

@@ -1,0 +1,66 @@
+"""Prompts and images of GLM-4.1V beside transformers' processor."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from mtrl.models.families import load_encoder, load_model_config
+from mtrl.models.processors import load_processor
+from mtrl.types import Medium, Task
+from pretraining.tiny_checkpoints import make_tiny_checkpoint
+
+TOKEN = 28  # pixels of a side
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), "glm4v")
+
+
+@pytest.mark.parametrize("limits", [(4, 1280), (16, 64), (1, 1)])
+def test_sizes_are_those_of_transformers(tmp_path, limits):
+    area = TOKEN**2
+    least, most = (each * area for each in limits)
+    path = str(make_tiny_checkpoint(tmp_path, "glm4v", min_pixels=least, max_pixels=most))
+    encoder, images = load_encoder(path), load_processor(path, load_model_config(path)).image_processor
+    assert (encoder.image_settings.min_pixels, encoder.image_settings.max_pixels) == (least, most)
+    random, seen = np.random.default_rng(0), set()
+    for height, width in random.integers(6, 1500, (300, 2)).tolist():
+        if max(height, width) <= 200 * min(height, width):
+            target = encoder.target_size(height, width)
+            assert target[0] * target[1] == images.get_number_of_image_patches(height, width) * 14**2, (height, width)
+            assert all(side % TOKEN == 0 for side in target)
+            seen.add(target)
+    assert len(seen) > 10 or limits == (1, 1)
+
+
+def test_limits_of_the_user_count_the_pixels_of_an_image(path):
+    encoder = load_encoder(path, min_pixels=TOKEN**2, max_pixels=6 * TOKEN**2)
+    assert encoder.image_settings.max_pixels == 6 * TOKEN**2
+    height, width = encoder.target_size(1000, 1000)
+    assert height * width == 4 * TOKEN**2
+
+
+def ask(kind, words="which colour?"):
+    content = [{"type": kind}, {"type": "text", "text": words}]
+    return Task("t:0", "t", ({"role": "user", "content": content},), (Medium(kind, None),))
+
+
+def test_videos_and_marks_in_the_text_are_refused(path):
+    encode = partial(load_encoder(path).encode, media=[np.zeros((2 * TOKEN, TOKEN, 3), np.uint8)])
+    assert int((encode(ask("image")).token_pool == 2).sum()) == 2
+    with pytest.raises(ValueError, match="this model takes no videos"):
+        encode(ask("video"))
+    for mark in ("<|image|>", "<|begin_of_video|>"):
+        with pytest.raises(ValueError, match="the text contains the media token"):
+            encode(ask("image", f"a {mark}"))
+
+
+def test_a_row_without_a_template_has_the_marks_around_its_image(path):
+    encoder = load_encoder(path)
+    encoder.chat_template = None
+    tokens = encoder.tokenizer.convert_ids_to_tokens(
+        encoder.encode(ask("image"), [np.zeros((28, 28, 3), np.uint8)]).ids
+    )
+    assert tokens[:3] == ["<|begin_of_image|>", "<|image|>", "<|end_of_image|>"]
