@@ -99,6 +99,14 @@ def test_values_that_are_no_bytes_are_not_clipped():
     assert brighter == pytest.approx(smooth + 400, abs=1e-2)
 
 
+@pytest.mark.parametrize("family", [*TILED, "gemma3"])
+def test_a_rank_without_images_encodes_a_blank_one(checkpoint, family):
+    """A sharded tower runs on all ranks or on none."""
+    backbone = Backbone(load_model(checkpoint(family)))
+    features = backbone.encode_blank_image()
+    assert features.embeds.shape == (0, 64) and features.embeds.requires_grad
+
+
 def test_a_blank_image_does_not_vanish(checkpoint):
     """transformers drops tiles whose values are all 0, which it takes for padding, and keeps one if all are."""
     path = checkpoint("smolvlm")

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mtrl.models.families.model_family import Features, ImageEncoder, ModelFamily
-from mtrl.models.families.tiles import TiledEncoder, count_squares, tile_side
+from mtrl.models.families.model_family import Features, ImageEncoder, ModelFamily, tower_side
+from mtrl.models.families.tiles import TiledEncoder, count_squares
 from mtrl.models.families.vision import check_aspect
 from mtrl.protocols import ImageSettings
 from mtrl.types import NO_POOL, TEXT_POOL, VISION_POOL, Medium, Prompt
@@ -46,7 +46,7 @@ class IdeficsEncoder(TiledEncoder):
         cls, saved: Mapping[str, Any], config: Any, min_pixels: int | None, max_pixels: int | None
     ) -> ImageSettings:
         saved = IMAGE_DEFAULTS | {key: value for key, value in saved.items() if value is not None}
-        side, cut, longest = tile_side(config), saved["max_image_size"], saved["size"].get("longest_edge") or 0
+        side, cut, longest = tower_side(config), saved["max_image_size"], saved["size"].get("longest_edge") or 0
         if cut.get("longest_edge") != side or longest % side or not 0 < longest <= MOST_TILES * side:
             raise ValueError(
                 f"the image settings have tiles of the size {cut} and images of the size {saved['size']}; tiles must "

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from mtrl.models.families.model_family import ModelFamily
-from mtrl.models.families.tiles import TiledEncoder, count_squares, tile_side
+from mtrl.models.families.model_family import ModelFamily, tower_side
+from mtrl.models.families.tiles import TiledEncoder, count_squares
 from mtrl.models.families.vision import check_aspect
 from mtrl.protocols import ImageSettings
 from mtrl.types import NO_POOL, TEXT_POOL, Medium
@@ -43,7 +43,7 @@ class InternVLEncoder(TiledEncoder):
         cls, saved: Mapping[str, Any], config: PreTrainedConfig, min_pixels: int | None, max_pixels: int | None
     ) -> ImageSettings:
         saved = IMAGE_DEFAULTS | {key: value for key, value in saved.items() if value is not None}
-        side, size = tile_side(config), saved.get("size") or {}
+        side, size = tower_side(config), saved.get("size") or {}
         if not side == size.get("height") == size.get("width"):
             raise ValueError(
                 f"the image settings have tiles of the size {size}, but the vision tower takes squares of {side} pixels"

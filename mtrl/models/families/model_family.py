@@ -55,7 +55,7 @@ class ImageEncoder:
 
     def blank(self) -> dict[str, Tensor]:
         """The inputs of a blank image, as small as the model takes it."""
-        side = self.model.config.vision_config.image_size
+        side = tower_side(self.model.config)
         return {"pixel_values": torch.zeros(1, 3, side, side)}
 
 
@@ -134,3 +134,9 @@ class TextFamily(ModelFamily):
 
 
 SHARED_PREFIX_TEXT_FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "gemma3_text")  # tested
+
+
+def tower_side(config: Any) -> int:
+    """Pixels of a side of the squares that the vision tower takes."""
+    side = config.vision_config.image_size
+    return side if isinstance(side, int) else side[0]

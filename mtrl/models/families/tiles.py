@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mtrl.models.device_copy import to_device
+from mtrl.models.families.model_family import tower_side
 from mtrl.models.families.vision import normalize
 from mtrl.models.families.vision_encoder import VisionEncoder
 from mtrl.protocols import ImageSettings
@@ -31,7 +32,7 @@ class TiledEncoder(VisionEncoder):
         self, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, image: ImageSettings, **options: Any
     ) -> None:
         super().__init__(tokenizer, config, image, **options)
-        self.side = tile_side(config)
+        self.side = tower_side(config)
 
     def sizes(self) -> list[tuple[int, int]]:
         """The (height, width) of all grids within the limits, small ones first."""
@@ -59,12 +60,6 @@ class TiledEncoder(VisionEncoder):
     def count_image_tokens(self, height: int, width: int) -> int:
         """Tokens of an image at its target size, without marks."""
         return math.prod(self.visible_size(height, width)) // self.image_settings.factor**2
-
-
-def tile_side(config: Any) -> int:
-    """Pixels of a side of the squares that the vision tower takes."""
-    side = config.vision_config.image_size
-    return side if isinstance(side, int) else side[0]
 
 
 def count_squares(tiles: int) -> int:
