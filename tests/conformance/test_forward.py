@@ -230,7 +230,8 @@ def plain_logp_of_forged(family, rollouts, row):
             features = features if isinstance(features, torch.Tensor) else torch.cat(features)
             embeds = embeds.masked_scatter(is_vision[:, None], features)
             if getattr(seen, "deepstack_features", None):
-                extra = {"visual_pos_masks": is_vision[None], "deepstack_visual_embeds": seen.deepstack_features}
+                layers = [torch.cat(each) for each in seen.deepstack_features]
+                extra = {"visual_pos_masks": is_vision[None], "deepstack_visual_embeds": layers}
         if "token_type_ids" in inputs:
             hidden = model.model(inputs_embeds=embeds[None], token_type_ids=is_vision[None].long())[0][0, -2]
         else:

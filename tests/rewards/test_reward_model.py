@@ -97,9 +97,10 @@ def test_vision_scores_are_the_heads_at_the_last_token_row_by_row(family, tmp_pa
     assert found == pytest.approx(one_by_one, rel=1e-3, abs=1e-3)
 
     head = load_file(tmp_path / "rm" / "model.safetensors")["score.weight"]
+    end = "<end_of_turn>" if family == "gemma3" else "<|im_end|>"
     for row, (g, response) in enumerate(zip(GROUP, RESPONSES, strict=True)):
         prompt = rollouts.prompts[g]
-        tail = encoder.tokenizer(f"{response}<|im_end|>\n", return_tensors="pt").input_ids[0]
+        tail = encoder.tokenizer(f"{response}{end}\n", return_tensors="pt").input_ids[0]
         hidden = plain_model(family).model(**plain_inputs(encoder, prompt, tail)).last_hidden_state
         assert found[row] == pytest.approx((hidden[0, -1] @ head[0]).item(), rel=1e-3, abs=1e-3)
     assert np.std(found) > 0.1
