@@ -20,13 +20,15 @@ settings.register_profile("mtrl", derandomize=True, deadline=None, max_examples=
 settings.load_profile("mtrl")
 
 
-# like qwen2_5_vl, qwen3_5 and gemma3 but for details; `make test-all` runs them
-SLOW_FAMILIES = ("qwen2_vl", "qwen3_5_moe", "gemma3_text")
+# like qwen2_5_vl and qwen3_5 but for details, and for masks, which have tests of their own; `make test-all` runs them
+SLOW_FAMILIES = ("qwen2_vl", "qwen3_5_moe", "gemma3", "gemma3_text")
+OF_MASKS = ("test_mask_rules.py", "test_undescribed.py", "test_tiles.py")
 
 
 def pytest_itemcollected(item):
     values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    if any(isinstance(value, str) and value in SLOW_FAMILIES for value in values):
+    is_slow = any(isinstance(value, str) and value in SLOW_FAMILIES for value in values)
+    if is_slow and item.path.name not in OF_MASKS:
         item.add_marker(pytest.mark.slow)
 
 
