@@ -47,6 +47,16 @@ REPORTED = [  # a metric of each command
 ]  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def without_the_example():
+    """As if nobody had described the page's example; what a test registers is gone after it."""
+    before = dict(FAMILIES)
+    del FAMILIES["qwen3_vl_moe"]
+    yield
+    FAMILIES.clear()
+    FAMILIES.update(before)
+
+
 @pytest.fixture
 def workplace(tmp_path, monkeypatch, few_rows):
     """A working directory with examples/ and the files that its scripts import."""
@@ -58,8 +68,6 @@ def workplace(tmp_path, monkeypatch, few_rows):
     yield tmp_path
     for name in {Path(path).stem for path in QUOTES} & (set(sys.modules) - before):
         del sys.modules[name]
-    for name in ("qwen3_vl_moe", "llava"):
-        FAMILIES.pop(name, None)
 
 
 @pytest.fixture
