@@ -91,12 +91,14 @@ FACTS = {
     ),
     "internvl": Facts(
         "InternVL 3 and 3.5 (-hf)",
-        "the plain engine, CUDA graphs (its language model is Qwen2 or Qwen3). vLLM was not tried and is refused",
+        "the plain engine, CUDA graphs (they take Qwen2 and Qwen3, its language models; not run on a GPU). vLLM was "
+        "not tried and is refused",
         f"{TILES} Their number is transformers', from the shape of the image. {SOURCES}",
     ),
     "idefics3": Facts(
         "Idefics3",
-        "the plain engine, CUDA graphs (its language model is Llama). vLLM was not tried and is refused",
+        "the plain engine, CUDA graphs (they take Llama, its language model; not run on a GPU). vLLM was not tried and "
+        "is refused",
         f"{TILES} The settings' `size` must be a multiple of the tile. transformers enlarges an image twice, to this "
         f"size and to whole tiles; here it is resized once. {SOURCES}",
     ),

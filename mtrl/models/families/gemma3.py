@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mtrl.models.families.model_family import ModelFamily
-from mtrl.models.families.vision import check_aspect
+from mtrl.models.families.vision import PLAIN_PIXELS, check_aspect, read_normalization
 from mtrl.models.families.vision_encoder import VisionEncoder
 from mtrl.protocols import ImageSettings
 from mtrl.types import VISION_POOL, Prompt
@@ -20,11 +20,7 @@ from mtrl.types import VISION_POOL, Prompt
 # transformers' defaults for keys that a preprocessor_config.json lacks.
 IMAGE_DEFAULTS: dict[str, Any] = {
     "size": {"height": 224, "width": 224},
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
+    **PLAIN_PIXELS,
 }
 
 
@@ -73,9 +69,7 @@ class Gemma3Encoder(VisionEncoder):
             temporal_patch_size=1,
             min_pixels=side * side,
             max_pixels=side * side,
-            rescale_factor=saved["rescale_factor"] if saved["do_rescale"] else 1.0,
-            image_mean=tuple(saved["image_mean"]) if saved["do_normalize"] else (0.0,) * 3,
-            image_std=tuple(saved["image_std"]) if saved["do_normalize"] else (1.0,) * 3,
+            **read_normalization(saved),
         )
 
     def target_size(self, height: int, width: int) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mtrl.models.families.model_family import Features, ImageEncoder, ModelFamily, tower_side
 from mtrl.models.families.tiles import TiledEncoder, count_squares
-from mtrl.models.families.vision import check_aspect
+from mtrl.models.families.vision import PLAIN_PIXELS, check_aspect, read_normalization
 from mtrl.protocols import ImageSettings
 from mtrl.types import NO_POOL, TEXT_POOL, VISION_POOL, Medium, Prompt
 
@@ -22,11 +22,7 @@ IMAGE_DEFAULTS: dict[str, Any] = {
     "size": {"longest_edge": 4 * 364},
     "max_image_size": {"longest_edge": 364},
     "do_image_splitting": True,
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
+    **PLAIN_PIXELS,
 }
 AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
 MOST_TILES = 6  # in a row or a column: the tokenizers have marks for so many
@@ -62,9 +58,7 @@ class IdeficsEncoder(TiledEncoder):
             temporal_patch_size=1,
             min_pixels=side**2,
             max_pixels=count_squares((longest // side) ** 2) * side**2,
-            rescale_factor=saved["rescale_factor"] if saved["do_rescale"] else 1.0,
-            image_mean=tuple(saved["image_mean"]) if saved["do_normalize"] else (0.0,) * 3,
-            image_std=tuple(saved["image_std"]) if saved["do_normalize"] else (1.0,) * 3,
+            **read_normalization(saved),
         )
 
     def target_size(self, height: int, width: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mtrl.models.families.model_family import ModelFamily, tower_side
 from mtrl.models.families.tiles import TiledEncoder, count_squares
-from mtrl.models.families.vision import check_aspect
+from mtrl.models.families.vision import CLIP_PIXELS, check_aspect, read_normalization
 from mtrl.protocols import ImageSettings
 from mtrl.types import NO_POOL, TEXT_POOL, Medium
 
@@ -20,11 +20,7 @@ from mtrl.types import NO_POOL, TEXT_POOL, Medium
 IMAGE_DEFAULTS: dict[str, Any] = {
     "min_patches": 1,
     "max_patches": 12,
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    **CLIP_PIXELS,
 }
 BEGIN, END = "<img>", "</img>"
 
@@ -55,9 +51,7 @@ class InternVLEncoder(TiledEncoder):
             temporal_patch_size=1,
             min_pixels=min(max(min_pixels or lowest, lowest), highest),
             max_pixels=max(min(max_pixels or highest, highest), lowest),
-            rescale_factor=saved["rescale_factor"] if saved["do_rescale"] else 1.0,
-            image_mean=tuple(saved["image_mean"]) if saved["do_normalize"] else (0.0,) * 3,
-            image_std=tuple(saved["image_std"]) if saved["do_normalize"] else (1.0,) * 3,
+            **read_normalization(saved),
         )
 
     def target_size(self, height: int, width: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mtrl.models.families.clips import ClipRules, frame_settings
-from mtrl.models.families.vision import patchify, rotary_positions, target_size
+from mtrl.models.families.vision import CLIP_PIXELS, patchify, read_normalization, rotary_positions, target_size
 from mtrl.models.families.vision_encoder import VisionEncoder
 from mtrl.protocols import Clip, ImageSettings, VideoSettings
 from mtrl.types import NO_POOL, TEXT_POOL, VISION_POOL, Medium, Prompt
@@ -27,11 +27,7 @@ IMAGE_DEFAULTS: dict[str, Any] = {
     "patch_size": 14,
     "merge_size": 2,
     "temporal_patch_size": 2,
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    **CLIP_PIXELS,
 }
 
 
@@ -74,9 +70,7 @@ class QwenVLEncoder(VisionEncoder):
             temporal_patch_size=saved["temporal_patch_size"],
             min_pixels=limits[0] if min_pixels is None else min_pixels,
             max_pixels=limits[1] if max_pixels is None else max_pixels,
-            rescale_factor=saved["rescale_factor"] if saved["do_rescale"] else 1.0,
-            image_mean=tuple(saved["image_mean"]) if saved["do_normalize"] else (0.0,) * 3,
-            image_std=tuple(saved["image_std"]) if saved["do_normalize"] else (1.0,) * 3,
+            **read_normalization(saved),
         )
 
     # ------------------------------------------------------------------------------------------------ PromptEncoder

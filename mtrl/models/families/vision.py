@@ -7,7 +7,8 @@ follow one rule and differ only in those numbers; for video they differ (`clips.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,24 @@ from mtrl.models.device_copy import to_device
 from mtrl.protocols import ImageSettings
 
 MAX_ASPECT = 200  # as in Hugging Face's image processor
+
+# transformers' defaults for pixel values in a preprocessor_config.json: the mean and deviation of CLIP, or 1/2.
+SCALING = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
+CLIP_PIXELS = SCALING | {
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+PLAIN_PIXELS = SCALING | {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+
+
+def read_normalization(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `ImageSettings`, from a checkpoint's settings and their defaults."""
+    normal = saved["do_normalize"]
+    return {
+        "rescale_factor": saved["rescale_factor"] if saved["do_rescale"] else 1.0,
+        "image_mean": tuple(saved["image_mean"]) if normal else (0.0,) * 3,
+        "image_std": tuple(saved["image_std"]) if normal else (1.0,) * 3,
+    }
 
 
 def target_size(height: int, width: int, settings: ImageSettings) -> tuple[int, int]:
