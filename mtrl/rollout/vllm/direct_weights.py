@@ -54,6 +54,7 @@ class DirectWeights:
 
     forms: Mapping[str, Form]
     parts: Mapping[str, list[tuple[Place, Tensor]]]
+    overwritten: frozenset[tuple[int, int]]  # the address and the bytes of every parameter, all of which are written
 
     @torch.no_grad()
     def update(self, tensors: Mapping[str, Tensor]) -> None:
@@ -72,7 +73,9 @@ class DirectWeights:
 def learn_places(worker: Any, forms: Mapping[str, Form]) -> DirectWeights:
     """Runs in vLLM's worker. Afterwards, or if it raises Unexplained, the engine may hold random numbers."""
     model: nn.Module = worker.get_model()
-    direct = DirectWeights(forms, record_places(worker, forms))
+    parts = record_places(worker, forms)
+    wholes = [each for each in model.parameters() if each.is_contiguous()]
+    direct = DirectWeights(forms, parts, frozenset((each.data_ptr(), each.nbytes) for each in wholes))
     targets = {storage(target) for parts in direct.parts.values() for _, target in parts}
     used = {name: form for name, form in forms.items() if direct.parts[name]}  # tied ones under one of their names
     device, before = next(model.parameters()).device, fingerprints(model, targets)

@@ -115,8 +115,12 @@ class VllmInProcess:
         self.llm.llm_engine.reset_encoder_cache()
 
     def wake(self, to_load: bool = False) -> None:
-        alone = to_load and self._direct is not None  # vLLM's loader may touch all memory
-        if wanted := self._asleep & ({WEIGHTS} if alone else MEMORY):
+        parts = MEMORY
+        if to_load and self._direct is not None:  # vLLM's own loader may touch all memory
+            parts = frozenset({WEIGHTS})
+            if self._backups is not None:
+                self._backups.discard(self._direct.overwritten)
+        if wanted := self._asleep & parts:
             self.llm.wake_up(sorted(wanted))
             self._asleep -= wanted
 

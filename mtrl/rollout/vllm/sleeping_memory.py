@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's tags of its memory
 MEMORY = frozenset({WEIGHTS, CACHE})
+SMALL_BLOCK, SMALL_TENSOR = 2**21, 2**20  # bytes: torch puts tensors up to 1 MiB into blocks of 2 MiB, others elsewhere
+Span = tuple[int, int]  # an address and a number of bytes
 
 
 def keep_backups() -> Backups | None:
@@ -23,8 +26,9 @@ def keep_backups() -> Backups | None:
 class Backups:
     """The weights of a sleeping engine in CPU memory, kept there while it is awake.
 
-    Why: vLLM (0.32) copies its weights to CPU memory whenever it falls asleep, and forgets the copy when it wakes. Of
-    the two naps in a step, only the one after new weights has something to copy.
+    Why: vLLM (0.32) copies its weights to CPU memory whenever it falls asleep, and back when it wakes, and then forgets
+    the copy. Of the two naps in a step, only the one after new weights has something to copy, and an engine that wakes
+    for new weights has nothing to restore where they go.
     """
 
     def __init__(self, allocator: Any) -> None:
@@ -32,6 +36,14 @@ class Backups:
         self._copies: dict[int, Any] = {}  # by address
         self._wake_up, self._sleep = allocator.wake_up, allocator.sleep
         allocator.wake_up, allocator.sleep = self.wake_up, self.sleep
+
+    def discard(self, overwritten: Iterable[Span]) -> None:
+        """Forgets the copies of blocks that will hold nothing but new weights. Call it before the engine wakes."""
+        spans = sorted(overwritten)
+        for block in self._weights().values():
+            _, size, address, _ = block.handle
+            if block.is_asleep and is_filled((address, size), spans):
+                block.cpu_backup_tensor, self.are_current = None, False
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         for place, block in self._weights().items():
@@ -52,6 +64,17 @@ class Backups:
 
     def _weights(self) -> dict[int, Any]:
         return {place: block for place, block in self.allocator.pointer_to_data.items() if block.tag == WEIGHTS}
+
+
+def is_filled(block: Span, spans: Iterable[Span]) -> bool:
+    """Whether tensors at these places, in their order, leave no room in a block for a tensor of its kind."""
+    begin, size = block
+    end, gaps = begin, []
+    for start, length in spans:
+        if begin <= start < begin + size:
+            gaps.append(start - end)
+            end = start + length
+    return size > SMALL_BLOCK and max(*gaps, 0, begin + size - end) <= SMALL_TENSOR
 
 
 def map_before_freeing(allocator: Any) -> None:
