@@ -41,7 +41,8 @@ pytestmark = pytest.mark.gpu
 FAMILY = "qwen2_5_vl"
 TOLERANCE = 5e-4  # nats; the trainer of these comparisons computes on the CPU
 GRAPHS = {"enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}}
-SLEEPER = {"enable_sleep_mode": True, "kv_cache_memory_bytes": 2**30}
+CACHE = {"kv_cache_memory_bytes": 2**30}  # not a share of what is free: other processes may use the GPU meanwhile
+SLEEPER = {"enable_sleep_mode": True, **CACHE}
 MEASURED = {}
 
 
@@ -197,9 +198,10 @@ def test_the_gap_in_bfloat16():
     assert 0 < gap.mean() < 0.1
 
 
-def train(folder, environment, *words):
+def train(folder, environment, *words, **engine):
     """A run of two steps with an engine that sleeps; what it says on stderr, and its seconds."""
-    settings = ("worker.rollout.name=vllm", "worker.rollout.gpu_memory_utilization=0.1", "training.max_steps=2")
+    settings = ["worker.rollout.name=vllm", "worker.rollout.gpu_memory_utilization=0.1", "training.max_steps=2"]
+    settings += [f"worker.rollout.engine_kwargs={json.dumps(CACHE | engine)}"]
     began = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
@@ -212,8 +214,7 @@ def train(folder, environment, *words):
 
 @pytest.mark.parametrize("mode", ["inprocess", pytest.param("process", marks=pytest.mark.slow)])
 def test_a_run_ends_cleanly(mode, tmp_path):
-    words = (f"worker.rollout.mode={mode}", "worker.rollout.engine_kwargs={enforce_eager: true}")
-    said, seconds = train(tmp_path, {}, *words)
+    said, seconds = train(tmp_path, {}, f"worker.rollout.mode={mode}", enforce_eager=True)
     report(**{f"run of two steps, {mode}, s": round(seconds, 1)})
     for trouble in ("CUDA Error", "cumem", "pure virtual", "Traceback", "terminate called", "vLLM's loader"):
         assert trouble not in said, said
