@@ -203,7 +203,8 @@ class AttentionMap:
 TWO_VIEWS = {"views": 2}  # metadata of signals that compare the original with the perturbed image
 PERTURBED = "perturbed"  # the name of that view
 COUNTERFACTUAL = "counterfactual"  # a kind of views that depend on the response: none shares its prompt with another
-OF_A_VIEW = ("logprobs", "entropy", "kl", "reverse_kl", "jsd")  # signals of any view: "kl@none" is the one of `none`
+# Signals of any view: "kl@none" is the one of `none`.
+OF_A_VIEW = ("logprobs", "entropy", "kl", "reverse_kl", "jsd", "jsd_top100")
 
 
 @dataclass(frozen=True, eq=False)

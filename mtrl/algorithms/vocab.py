@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_POSITIONS = 512
+TOP = 100  # the most likely tokens of the original, which `jsd_top100` tells apart
 FORBIDDEN = -1e30  # a log-prob whose differences are 0, not NaN as those of -inf
 Fuse = Callable[[Callable[..., Any]], Callable[..., Any]]  # returns the function, or the same compiled
 
@@ -116,15 +117,24 @@ def _jsd(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (_kl(log_p, middle) + _kl(log_q, middle)) / 2
 
 
+def _top_jsd(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Of the top tokens of p, with all others as one: never more than that of all tokens."""
+    top = log_p.topk(min(TOP, log_p.shape[-1])).indices
+    pair = ((each, each.scatter(-1, top, FORBIDDEN).logsumexp(-1, keepdim=True)) for each in (log_p, log_q))
+    return _jsd(*(torch.cat([each.gather(-1, top), rest], -1) for each, rest in pair))
+
+
 def _entropy(log_p: Tensor) -> Tensor:
     return -(log_p.exp() * log_p).sum(-1)
 
 
-# Functions of two log-probs [C, V], in nats: KL(p || q), KL(q || p), the Jensen-Shannon divergence, the entropy of q.
+# Functions of two log-probs [C, V], in nats: KL(p || q), KL(q || p), the Jensen-Shannon divergence, of all tokens and
+# of the top ones, the entropy of q.
 COMPARED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "kl": _kl,
     "reverse_kl": lambda log_p, log_q: _kl(log_q, log_p),
     "jsd": _jsd,
+    "jsd_top100": _top_jsd,
     "entropy": lambda _, log_q: _entropy(log_q),
 }
 

@@ -86,23 +86,34 @@ def plain_blind(family, prompt, response, temperature, blocked):
     return logits.log_softmax(-1)
 
 
+def kl(one, other):
+    return (one.exp() * (one - other)).nan_to_num(0.0).sum(-1)
+
+
+def jsd(one, other):
+    middle = torch.logaddexp(one, other) - torch.log(torch.tensor(2.0))
+    return (kl(one, middle) + kl(other, middle)) / 2
+
+
+def group_others(log_probs, top):
+    """Those of the top tokens, and of all others as one."""
+    chosen = log_probs.gather(-1, top).exp()
+    return torch.cat([chosen, 1 - chosen.sum(-1, keepdim=True)], -1).log()
+
+
 def compare(rollouts, distribution, expected, quantity):
     """[N, T] by definition, in float64; `distribution` and `expected` give [length, V] of a row."""
     rows = []
     for row in range(len(rollouts)):
         p, q = distribution(row).double(), expected(row).double()
-        m = torch.logaddexp(p, q) - torch.log(torch.tensor(2.0))
-        tokens = rollouts.tokens[row, rollouts.mask[row]]
-
-        def kl(one, other):
-            return (one.exp() * (one - other)).nan_to_num(0.0).sum(-1)
-
+        top, tokens = p.topk(100).indices, rollouts.tokens[row, rollouts.mask[row]]
         values = {
             "logprobs": lambda q=q, tokens=tokens: q.gather(-1, tokens[:, None])[:, 0],
             "entropy": lambda q=q: -(q.exp() * q).nan_to_num(0.0).sum(-1),
             "kl": lambda p=p, q=q: kl(p, q),
             "reverse_kl": lambda p=p, q=q: kl(q, p),
-            "jsd": lambda p=p, q=q, m=m: (kl(p, m) + kl(q, m)) / 2,
+            "jsd": lambda p=p, q=q: jsd(p, q),
+            "jsd_top100": lambda p=p, q=q, top=top: jsd(group_others(p, top), group_others(q, top)),
         }[quantity]()
         rows.append(torch.nn.functional.pad(values, (0, rollouts.mask.shape[1] - len(values))))
     return torch.stack(rows).float()

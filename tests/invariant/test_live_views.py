@@ -31,7 +31,10 @@ VIEWS = ("black", "pixelated(8)")
 class Everything(LossTerm):
     """Every quantity, of two views."""
 
-    live_needs = Needs("logprobs@black", "jsd@black", "kl@black", "reverse_kl@pixelated(8)", "entropy@pixelated(8)")
+    live_needs = Needs(
+        "logprobs@black", "jsd@black", "jsd_top100@pixelated(8)", "kl@black", "reverse_kl@pixelated(8)",
+        "entropy@pixelated(8)",
+    )  # fmt: skip
 
     def term(self, logp, signals):
         parts = [signals[name] for name in sorted(self.live_needs.names)]
@@ -49,15 +52,27 @@ def quantities(p, q, tokens):
     """Of two [T, V] log-probs, by their definitions; of the allowed tokens, since the gradient of inf - inf is NaN."""
     rows, allowed = torch.arange(len(tokens)), p[0] > -math.inf
     ours, theirs = p[:, allowed], q[:, allowed]
-    middle = (ours.exp() / 2 + theirs.exp() / 2).log()
     kl = lambda a, b: (a.exp() * (a - b)).sum(-1)  # noqa: E731
+    top = ours.topk(100).indices
     return {
         "logprobs": q[rows, tokens],
         "kl": kl(ours, theirs),
         "reverse_kl": kl(theirs, ours),
-        "jsd": (kl(ours, middle) + kl(theirs, middle)) / 2,
+        "jsd": jsd(ours, theirs),
+        "jsd_top100": jsd(group_others(ours, top), group_others(theirs, top)),
         "entropy": -(theirs.exp() * theirs).sum(-1),
     }
+
+
+def jsd(ours, theirs):
+    middle = (ours.exp() / 2 + theirs.exp() / 2).log()
+    return sum((each.exp() * (each - middle)).sum(-1) for each in (ours, theirs)) / 2
+
+
+def group_others(log_probs, top):
+    """Those of the top tokens, and of all others as one."""
+    chosen = log_probs.gather(-1, top).exp()
+    return torch.cat([chosen, 1 - chosen.sum(-1, keepdim=True)], -1).log()
 
 
 def make_live_actor(family, layout="all rows"):

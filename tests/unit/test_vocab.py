@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import compiled_graphs
-from mtrl.algorithms.vocab import full_kl, support_mass, token_scores
+from mtrl.algorithms import vocab
+from mtrl.algorithms.vocab import COMPARED, full_kl, support_mass, token_scores
 from mtrl.memory.live_tensors import LiveTensors
 from mtrl.models.forward import find_row_dims
 from mtrl.models.patches import compile_function
@@ -379,3 +380,25 @@ def test_the_mass_of_a_cut(temperature: float, forbidden: Tensor | None, chunk: 
         outside += target not in kept
         assert float(found[row].exp()) == pytest.approx(float(probs[row][sorted(kept | {target})].sum()), rel=1e-9)
     assert 0 < outside < POSITIONS and not found.requires_grad
+
+
+def log_probs(*probabilities: float) -> Tensor:
+    return torch.tensor([probabilities], dtype=torch.float64).log()
+
+
+def test_the_top_tokens_are_the_originals_and_the_rest_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: with the first two apart, p is 0.5 0.3 0.2 and q 0.1 0.1 0.8, however q is spread over the rest."""
+    monkeypatch.setattr(vocab, "TOP", 2)
+    p, q = log_probs(0.5, 0.3, 0.15, 0.05), log_probs(0.1, 0.1, 0.7, 0.1)
+    # 0.5 ln(5/3) + 0.3 ln(3/2) + 0.2 ln(2/5) and 0.1 ln(1/3) + 0.1 ln(1/2) + 0.8 ln(8/5), halved
+    ours, theirs = 0.255413 + 0.121640 - 0.183258, -0.109861 - 0.069315 + 0.376003
+    assert float(COMPARED["jsd_top100"](p, q)) == pytest.approx((ours + theirs) / 2, abs=1e-5)
+    assert COMPARED["jsd_top100"](p, q) < COMPARED["jsd"](p, q)
+
+
+def test_all_tokens_may_be_top_ones() -> None:
+    p, q = torch.randn(2, 5, 7, dtype=torch.float64, requires_grad=True).log_softmax(-1).unbind()
+    found, whole = COMPARED["jsd_top100"](p, q), COMPARED["jsd"](p, q)
+    assert torch.allclose(found, whole, atol=1e-15)
+    for ours, theirs in zip(*(torch.autograd.grad(each.sum(), (p, q)) for each in (found, whole)), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-15) and ours.isfinite().all()
