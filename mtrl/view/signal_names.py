@@ -42,9 +42,7 @@ OF_A_VIEW = {  # signals of another view of the image, such as kl@none
     "kl": SignalName("KL", "KL(original, view) over the whole vocabulary, in nats"),
     "reverse_kl": SignalName("reverse KL", "KL(view, original) over the whole vocabulary, in nats"),
     "jsd": SignalName("JSD", "Jensen-Shannon divergence of original and view, in nats"),
-    "jsd_top100": SignalName(
-        "JSD of 100", "the same of the 100 most likely tokens and all others as one, in nats"
-    ),
+    "jsd_top100": SignalName("JSD of 100", "the same of the 100 most likely tokens and all others as one, in nats"),
 }
 
 

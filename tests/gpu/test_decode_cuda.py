@@ -60,6 +60,16 @@ def test_greedy_tokens_equal_the_plain_engine(encoder, prompts, device):
     torch.testing.assert_close(found.rollout_logprobs, expected.rollout_logprobs, rtol=0, atol=1e-3)
 
 
+def test_responses_cut_by_their_length_equal_the_plain_engines(encoder, prompts):
+    """In the first batch, in which graphs are captured, and in the next one."""
+    backbone, short = make_backbone(), replace(GREEDY, max_new_tokens=3)
+    expected, decode = LocalGenerator(backbone, encoder).generate(prompts, short), engine(backbone, encoder)
+    for _ in range(2):
+        found = decode.generate(prompts, short)
+        assert torch.equal(found.tokens, expected.tokens) and set(found.finish_reason) == {"length"}
+        torch.testing.assert_close(found.rollout_logprobs, expected.rollout_logprobs, rtol=0, atol=1e-3)
+
+
 CUTS = {"temperature": {"temperature": 0.8}, "top k": {"top_k": 20}, "top p": {"top_p": 0.8},
         "both": {"top_k": 50, "top_p": 0.9}}  # fmt: skip
 

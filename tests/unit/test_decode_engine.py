@@ -9,7 +9,7 @@ from decode_helpers import engine, same, stopping_encoder
 from tiny_models import fresh_backbone, prompts_for
 
 from mtrl.models.backbone import Backbone
-from mtrl.rollout.decode.engine import explain_local_engine, make_fastest_generator
+from mtrl.rollout.decode.engine import GraphGenerator, explain_local_engine, make_fastest_generator
 from mtrl.rollout.decode.fused_weights import DecodeWeights
 from mtrl.rollout.decode.layers import explain_unsupported
 from mtrl.rollout.decode.step import triton_ops
@@ -123,3 +123,30 @@ def test_draws_belong_to_the_row(encoder):
     assert torch.equal(whole.tokens[6:9, :width], alone.tokens)
     other = engine(backbone, encoder).generate(prompts[2:3], replace(sampling, step=3))
     assert other.text != alone.text
+
+
+class Graph:
+    """A fake of a CUDA graph: a step that is run again."""
+
+    def __init__(self, step):
+        self.replay = step.run
+
+
+@pytest.mark.parametrize("new", [1, 5])
+def test_making_a_graph_leaves_the_rows_as_they_are(encoder, monkeypatch, new):
+    """A step runs once before it is captured. If rows took part in it, full ones would sample their last token twice,
+    the second time after the first. Without stop tokens, as all rows are full."""
+
+    def capture(self, step):
+        step.run()
+        self.captures += 1
+        return Graph(step)
+
+    monkeypatch.setattr(GraphGenerator, "captures_graphs", True)
+    monkeypatch.setattr(GraphGenerator, "_capture", capture)
+    encoder.stop_ids = ()
+    backbone, prompts = fresh_backbone(FAMILY), prompts_for(FAMILY)
+    decode, expected = engine(backbone, encoder), LocalGenerator(backbone, encoder)
+    for sampling in (Sampling(n=2, max_new_tokens=new), Sampling(n=5, max_new_tokens=new)):
+        same(decode.generate(prompts, sampling), expected.generate(prompts, sampling))
+    assert decode.captures == 2

@@ -161,6 +161,10 @@ class SlotTable:
         self.members = torch.full((groups, MEMBERS), -1, dtype=torch.int32, device=device)
         self.start, self.length = torch.zeros(2, groups, dtype=torch.int32, device=device)
 
+    def clear(self) -> None:
+        """All rows have the unused slot."""
+        self.assign((), (), (), ())
+
     def assign(
         self, slots: Sequence[int], prompt_of: Sequence[int], starts: Sequence[int], lengths: Sequence[int]
     ) -> None:

@@ -237,13 +237,18 @@ class GraphGenerator(LocalGenerator):
         self, size: int, mode: Mode, live: Sequence[int], prompt_of: Sequence[int], prompts: Prefilled
     ) -> None:  # fmt: skip
         step = self._step(size, mode)
-        if self.backbone.device.type == "cuda" and (size, mode) not in self.graphs:
+        if self.captures_graphs and (size, mode) not in self.graphs:
+            step.slot_table.clear()  # no row may take part in the step that compiles the kernels
             self.graphs[size, mode] = self._capture(step)
         step.slot_table.assign(live, prompt_of, prompts.starts, prompts.lengths)
 
+    @property
+    def captures_graphs(self) -> bool:
+        return self.backbone.device.type == "cuda"
+
     def _capture(self, step: Step) -> Any:
-        """No slots are assigned yet: the step that compiles the kernels writes to the unused slot. It runs in the
-        stream of the capture, so that cuBLAS's workspace belongs to no graph."""
+        """The step that compiles the kernels runs in the stream of the capture, so that cuBLAS's workspace belongs to
+        no graph."""
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
