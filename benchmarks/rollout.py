@@ -27,6 +27,7 @@ real run instead (`rollout_rounds`). The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import tempfile
@@ -350,6 +351,8 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
             for name, case in cases.items():
                 found[name] = bench.measure(case)
                 print(format_line(name, found[name]), flush=True)
+                if a.out is not None:  # a time limit may end the run before the last case
+                    a.out.write_text(json.dumps({"bench": "rollout", "unfinished": True, "cases": found}, indent=2))
             if a.profile is not None:
                 name = next(iter(cases))
                 a.profile.parent.mkdir(parents=True, exist_ok=True)
