@@ -156,7 +156,7 @@ random, with the layers of their family; tokens were compared over a small token
 chat format of the family, by transformers' own processor class. So run the checks once on the weights that you train.
 
 Numbers are the worst differences of float32 models on a CPU, with {versions}:
-of log-probs in nats, of gradients relative to the largest gradient of the same weight (at least a ten-thousandth of the
+of log-probs in nats, of gradients relative to the largest gradient of the same weight (at least a thousandth of the
 largest of all), of attention masses as shares, of pixels after normalization. 0 means equal in every bit.
 A dash means that it does not apply.
 """

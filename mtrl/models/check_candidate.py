@@ -22,7 +22,7 @@ from mtrl.types import Prompt, Rollouts
 
 # Some gradients are 0 but for rounding (a bias of keys moves all scores alike): they are compared with this part of the
 # largest gradient of all weights.
-SMALLEST_GRADIENT = 1e-4
+SMALLEST_GRADIENT = 1e-3
 PREFIX_MULTIPLE = 64  # of the blocks in which recurrent layers and kernels read a prompt
 WATCHED = 1  # a response between two others of its group: a causal mask alone hides only the later one
 SHORT = 4  # tokens; the convolution of recurrent layers reads so many

@@ -185,7 +185,9 @@ def on_rank(ranks, kind, family, batching, batches, options):
     return found, {name: tensor.clone() for name, tensor in exported_weights(worker.model).items()}
 
 
-def check(kind, family, rows, tmp_path, batching=BUDGET, sizes=(1, 2), updates=UPDATES, atol=2e-6, **options):
+def check(
+    kind, family, rows, tmp_path, batching=BUDGET, sizes=(1, 2), updates=UPDATES, atol=2e-6, rtol=2e-5, **options
+):
     batches = make_batches(kind, family, rows)[:updates]
     single = make_worker(kind, family, batching, optimizer=options.get("optimizer"))
     start = {name: tensor.clone() for name, tensor in exported_weights(single.model).items()}
@@ -203,7 +205,7 @@ def check(kind, family, rows, tmp_path, batching=BUDGET, sizes=(1, 2), updates=U
         for mine, other in zip(metrics, their_metrics, strict=True):
             assert mine.keys() == other.keys()
             for name, value in mine.items():
-                assert other[name] == pytest.approx(value, rel=2e-5, abs=2e-6), (size, name)
+                assert other[name] == pytest.approx(value, rel=rtol, abs=2e-6), (size, name)
         for mine, other in ((before, their_before), (after, their_after)):
             for name in VIEWS:
                 if (signal := getattr(mine, name)) is None:

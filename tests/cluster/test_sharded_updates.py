@@ -51,7 +51,8 @@ def test_a_text_model(tmp_path):
 )
 def test_an_image_on_one_rank_alone(family, tmp_path):
     """The tower runs on both, or both wait for ever."""
-    check("actor", family, TEXT_AND_ONE_IMAGE, tmp_path, sizes=(2,), updates=3)
+    rtol = 1e-4 if family == "gemma3" else 2e-5  # gradients of key biases are rounding alone, and AdamW follows them
+    check("actor", family, TEXT_AND_ONE_IMAGE, tmp_path, sizes=(2,), updates=3, rtol=rtol)
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def rollouts_of(family):
 @lru_cache
 def expected(family, z):
     """[N, T] log-probs, and the gradient of the sum of their squares by name."""
-    rollouts, model, rows = rollouts_of(family), copy.deepcopy(plain_model(family)).double(), []
+    rollouts, model, rows = rollouts_of(family), in_float64(copy.deepcopy(plain_model(family))), []
     for row, g in enumerate(GROUP):
         response = rollouts.tokens[row, : LENGTHS[row]]
         options = {"temperature": TEMPERATURE, "model": model}
@@ -50,8 +50,15 @@ def expected(family, z):
     return torch.stack(rows), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+def in_float64(model):
+    """Experts one after the other: torch's grouped product takes no float64."""
+    if model.config.model_type.endswith("moe"):
+        model.set_experts_implementation("eager")
+    return model.double()
+
+
 def make_forward(family, **route):
-    return Forward(Backbone(fresh_backbone(family).model.double()), get_encoder(family), TEMPERATURE, **route)
+    return Forward(Backbone(in_float64(fresh_backbone(family).model)), get_encoder(family), TEMPERATURE, **route)
 
 
 def views_of(rollouts, z):

@@ -143,7 +143,7 @@ def states_without_gradient(monkeypatch):
 
 def ignored_views(monkeypatch):
     def show_originals(forward, rollouts, others=(), prepare=Forward.prepare):
-        return prepare(forward, rollouts, [[prompt.media for prompt in rollouts.prompts]] * len(others))
+        return prepare(forward, rollouts, {name: [prompt.media for prompt in rollouts.prompts] for name in others})
 
     monkeypatch.setattr(Forward, "prepare", show_originals)
 

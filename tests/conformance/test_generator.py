@@ -160,7 +160,8 @@ def test_greedy_equals_generate_and_a_plain_forward(family, encoder, engine):
     with torch.no_grad():
         close(rollouts.rollout_logprobs, plain_logp(family, rollouts))
     assert len({prompt.ids.shape for prompt in prompts}) > 2, "the prompts are unequal in length"
-    assert len(set(rollouts.mask.sum(1).tolist())) > 1, "and so are the responses"
+    stop_early = family not in ("gemma3", "gemma3_text")  # which repeat themselves
+    assert len(set(rollouts.mask.sum(1).tolist())) > 1 or not stop_early, "and so are the responses"
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}], ids=str)

@@ -91,8 +91,13 @@ def plain_seconds(tmp_path_factory):
 @pytest.mark.parametrize("text, words", [(text, words) for text, *words in HOSTILE.values()], ids=list(HOSTILE))
 def test_a_hostile_file_costs_one_line_and_no_time(text, words, plain_seconds, tmp_path):
     path, errors = write(tmp_path, text), []
-    spent = cpu_seconds(lambda: errors.extend(get_errors(path)))
-    assert spent < 300 * plain_seconds, "a few times as long as a plain file; these configurations once took hours"
+
+    def is_quick():
+        errors[:] = []
+        return cpu_seconds(lambda: errors.extend(get_errors(path))) < 300 * plain_seconds
+
+    # A slow case is timed again: the first time may collect the garbage of all earlier tests.
+    assert is_quick() or is_quick(), "a few times as long as a plain file; these configurations once took hours"
     (error,) = errors
     assert error.startswith(str(path)) and "\n" not in error and len(error) < 600
     for word in words:
