@@ -25,7 +25,7 @@ from mtrl.models.families.model_family import SHARED_PREFIX_TEXT_FAMILIES, TextF
 from mtrl.models.family_checks import CHECKS
 from mtrl.models.load_model import load_model
 from mtrl.report.markdown_text import table
-from pretraining.tiny_checkpoints import CHECKED_FAMILIES, make_tiny_checkpoint
+from pretraining.tiny_checkpoints import CHECKED_FAMILIES, make_tiny_checkpoint, model_type
 
 LARGER = 8
 HYBRID = "qwen3_5"
@@ -127,6 +127,25 @@ FACTS = {
         "those of the tower's key biases, which are 0 but for rounding. `mtrl doctor` does not estimate its memory; "
         "the preflight measures it.",
     ),
+    "gemma4": Facts(
+        "Gemma 4, as small ones are (E2B, E4B)",
+        "the plain engine. The CUDA graph engine refuses it, vLLM was not tried and is refused. No packed sequences: "
+        "no kernel was tried with heads of 512 numbers.",
+        "every image is scaled, up or down, to the most tokens that its shape allows within a budget, the checkpoint's "
+        "`max_soft_tokens` or less by `dataset.max_pixels`; limits below 70 tokens do not apply. Every token has an "
+        "embedding for every layer (an image has those of padding), and the last layers read the keys and values of "
+        "earlier ones: attention metrics count them as layers. Logits are capped. Heads and rotary positions differ "
+        "between layers with a window and without. Pixels are 0 to 1, so `noised` views are twice as strong as in "
+        "families that normalize them. Scores are products of normalized queries and keys without a factor, which "
+        "amplifies rounding in gradients. No videos; a tower for sounds is kept, not run. `mtrl doctor` does not "
+        f"estimate its memory; the preflight measures it. {SOURCES}",
+    ),
+    "gemma4_bidirectional": Facts(
+        "Gemma 4, as large ones are (26B-A4B, 31B)",
+        "as the small ones",
+        "as the small ones, without embeddings for every layer and shared keys. Tokens of an image see one another in "
+        "layers with a window, not in the others, whose keys are their values. Models with experts are refused.",
+    ),
     "gemma3_text": Facts(
         "Gemma 3, text",
         GEMMA_ENGINE.replace("vLLM was not tried and is refused", "vLLM was not tried") + ".",
@@ -195,7 +214,7 @@ def format_worst(finding: Finding) -> str:
 
 
 def describe_family(name: str) -> str:
-    family: ModelFamily = FAMILIES.get(name) or TextFamily(name)
+    family: ModelFamily = FAMILIES.get(model_type(name)) or TextFamily(name)
     facts = FACTS[name]
     lines = [
         f"### {facts.title} (`{name}`)\n",

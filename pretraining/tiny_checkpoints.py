@@ -25,17 +25,19 @@ from mtrl.models.tiny_tokenizer import (
     tiny_tokenizer,
     write_image_settings,
 )
-from pretraining import tiny_gemma, tiny_glm, tiny_idefics, tiny_internvl
+from pretraining import tiny_gemma, tiny_gemma4, tiny_glm, tiny_idefics, tiny_internvl
 
 QWEN_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 VISION_FAMILIES = (*QWEN_FAMILIES, "gemma3")
 TINY_FAMILIES = (*VISION_FAMILIES, "qwen2", "gemma3_text")  # in the tests of passes, generation, checkpoints, ..
 OTHER_TEXT_FAMILIES = ("qwen3", "llama")
-OTHER_VISION_FAMILIES = ("qwen3_vl_moe", "internvl", "idefics3", "smolvlm", "glm4v")
+GEMMA4_FAMILIES = ("gemma4", "gemma4_bidirectional")  # as small ones and as large ones are
+OTHER_VISION_FAMILIES = ("qwen3_vl_moe", "internvl", "idefics3", "smolvlm", "glm4v", *GEMMA4_FAMILIES)
 CHECKED_FAMILIES = (*TINY_FAMILIES, *OTHER_VISION_FAMILIES, *OTHER_TEXT_FAMILIES)  # those of docs/models.md
 TEXT_FAMILIES = ("qwen2", "gemma3_text", *OTHER_TEXT_FAMILIES)
 OWN_PARTS: dict[str, Any] = {
     **dict.fromkeys(("gemma3", "gemma3_text"), tiny_gemma),
+    **dict.fromkeys(GEMMA4_FAMILIES, tiny_gemma4),
     **dict.fromkeys(("idefics3", "smolvlm"), tiny_idefics),
     "glm4v": tiny_glm,
     "internvl": tiny_internvl,
@@ -62,10 +64,10 @@ def make_tiny_checkpoint(
 ) -> Path:
     """Write a loadable Hugging Face directory with random weights; the same arguments give the same bytes.
 
-    `layers` have attention; hybrid families have as many recurrent ones between them, whose heads are `recurrent_head`
-    wide (None: as in attention). Pixel limits default to 4 and 1280 tokens per image, for images of Qwen and GLM.
-    The tokenizer is trained on `words`, up to `vocabulary` tokens, and each of `added_tokens` is a single token. The
-    caller's random state is not changed.
+    `layers` have attention and keys; hybrid families have as many recurrent ones between them, whose heads are
+    `recurrent_head` wide (None: as in attention); a small Gemma 4 has two more that share keys. Pixel limits default
+    to 4 and 1280 tokens per image, for images of Qwen and GLM. The tokenizer is trained on `words`, up to `vocabulary`
+    tokens, and each of `added_tokens` is a single token. The caller's random state is not changed.
     """
     if family not in CHECKED_FAMILIES:
         raise ValueError(f"no tiny checkpoint for family {family!r}; there are {', '.join(CHECKED_FAMILIES)}")
@@ -86,8 +88,8 @@ def make_tiny_checkpoint(
         config = AutoConfig.for_model(family, **text)
     elif own is not None:
         limits = {"min_pixels": min_pixels, "max_pixels": max_pixels} if own is tiny_glm else {}
-        more = own.make_config(tokenizer, hidden, vision_hidden, vision_layers)
-        config = AutoConfig.for_model(family, text_config=text, **more)
+        more = own.make_config(tokenizer, text, vision_hidden, vision_layers)
+        config = AutoConfig.for_model(model_type(family), **{"text_config": text} | more)
         own.write_settings(directory, **limits)
     else:
         marks = media_token_ids(tokenizer)
@@ -97,11 +99,16 @@ def make_tiny_checkpoint(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = loader.from_config(config, dtype=torch.float32)
-        if family == "gemma3":
-            tiny_gemma.fill_projection(model)
+        if own in (tiny_gemma, tiny_gemma4):
+            own.fill_weights(model)
     model.generation_config = make_generation_config(tokenizer)
     model.save_pretrained(directory)
     return directory
+
+
+def model_type(family: str) -> str:
+    """The type of a family in config.json."""
+    return "gemma4" if family in GEMMA4_FAMILIES else family
 
 
 def _text_config(
@@ -112,6 +119,8 @@ def _text_config(
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 32768,
         "tie_word_embeddings": True, "use_cache": True,
     }  # fmt: skip
+    if family in GEMMA4_FAMILIES:
+        return shared | tiny_gemma4.text_config(family == "gemma4", hidden, heads, layers)
     if family.startswith("gemma3"):
         return shared | tiny_gemma.text_config(hidden, heads, layers)
     if family == "glm4v":

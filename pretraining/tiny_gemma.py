@@ -45,7 +45,7 @@ def text_config(hidden: int, heads: int, layers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def make_config(tokenizer: Any, hidden: int, vision_hidden: int, vision_layers: int) -> dict[str, Any]:
+def make_config(tokenizer: Any, text: dict[str, Any], vision_hidden: int, vision_layers: int) -> dict[str, Any]:
     """What the configuration has beside that of the text model."""
     vision = {
         "model_type": "siglip_vision_model", "hidden_size": vision_hidden, "intermediate_size": 2 * vision_hidden,
@@ -57,9 +57,10 @@ def make_config(tokenizer: Any, hidden: int, vision_hidden: int, vision_layers: 
 
 
 @torch.no_grad()
-def fill_projection(model: Any) -> None:
+def fill_weights(model: Any) -> None:
     """The projection of image features, which transformers initializes with zeros: as large as the embeddings."""
-    model.model.multi_modal_projector.mm_input_projection_weight.normal_(std=model.config.initializer_range)
+    if hasattr(model.model, "multi_modal_projector"):
+        model.model.multi_modal_projector.mm_input_projection_weight.normal_(std=model.config.initializer_range)
 
 
 def write_settings(directory: Path) -> None:

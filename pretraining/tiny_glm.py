@@ -36,11 +36,11 @@ def text_config(hidden: int, heads: int) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **rope}}
 
 
-def make_config(tokenizer: Any, hidden: int, vision_hidden: int, vision_layers: int) -> dict[str, Any]:
+def make_config(tokenizer: Any, text: dict[str, Any], vision_hidden: int, vision_layers: int) -> dict[str, Any]:
     """What the configuration has beside that of the text model."""
     vision = {
         "depth": vision_layers, "hidden_size": vision_hidden, "intermediate_size": 2 * vision_hidden, "num_heads": 4,
-        "image_size": 8 * PATCH, "patch_size": PATCH, "out_hidden_size": hidden,
+        "image_size": 8 * PATCH, "patch_size": PATCH, "out_hidden_size": text["hidden_size"],
     }  # fmt: skip
     marks = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in MARKS.items()}
     return {"vision_config": vision, "tie_word_embeddings": True, **marks}

@@ -7,7 +7,8 @@ temporary copy if the matrix is in half precision). `fuse` may compile what `tok
 are then read a few times in the dtype of the products, instead of being copied in float32 at every operation.
 
 Everything is computed on logits / temperature in float32 (float64 stays), with forbidden ids (image and video marks) at
--inf. Products are in the dtype of the hidden states; autocast is disabled, or the two passes would not match.
+-inf; `softcap` bounds logits before (`cap_logits`). Products are in the dtype of the hidden states; autocast is
+disabled, or the two passes would not match.
 """
 
 from __future__ import annotations
@@ -28,6 +29,14 @@ FORBIDDEN = -1e30  # a log-prob whose differences are 0, not NaN as those of -in
 Fuse = Callable[[Callable[..., Any]], Callable[..., Any]]  # returns the function, or the same compiled
 
 
+class LogitRules(NamedTuple):
+    """What makes logits of the products of hidden states and the output matrix."""
+
+    temperature: float
+    forbidden: Tensor | None  # token ids, on the device of the hidden states
+    softcap: float | None
+
+
 class TokenScores(NamedTuple):
     logp: Tensor  # [M], with gradients
     entropy: Tensor | None  # [M], without
@@ -41,6 +50,7 @@ def token_scores(
     *,
     temperature: float = 1.0,
     forbidden: Tensor | None = None,
+    softcap: float | None = None,
     entropy: bool = False,
     chunk: int = CHUNK_POSITIONS,
     fuse: Fuse = lambda function: function,
@@ -49,9 +59,8 @@ def token_scores(
 
     `forbidden` [F] are token ids, on any device.
     """
-    forbidden = _at(hidden, forbidden)
-    weight = weight.to(hidden.dtype)
-    logp, entropies = _TokenScores.apply(hidden, weight, targets, temperature, forbidden, entropy, chunk, fuse)
+    rules = _rules(hidden, temperature, forbidden, softcap)
+    logp, entropies = _TokenScores.apply(hidden, weight.to(hidden.dtype), targets, rules, entropy, chunk, fuse)
     return TokenScores(logp, entropies if entropy else None)
 
 
@@ -63,6 +72,7 @@ def full_kl(
     *,
     temperature: float = 1.0,
     forbidden: Tensor | None = None,
+    softcap: float | None = None,
     chunk: int = CHUNK_POSITIONS,
 ) -> Tensor:
     """KL(p || q) [M] over the vocabulary: p from `hidden`, q from `other_hidden` (with its own matrix, if given).
@@ -70,9 +80,8 @@ def full_kl(
     Gradients flow through p, to `hidden` and `weight`; q is a constant.
     """
     other_weight = (weight if other_weight is None else other_weight).detach().to(other_hidden.dtype)
-    forbidden = _at(hidden, forbidden)
-    weight = weight.to(hidden.dtype)
-    kl: Tensor = _FullKL.apply(hidden, weight, other_hidden.detach(), other_weight, temperature, forbidden, chunk)
+    rules = _rules(hidden, temperature, forbidden, softcap)
+    kl: Tensor = _FullKL.apply(hidden, weight.to(hidden.dtype), other_hidden.detach(), other_weight, rules, chunk)
     return kl
 
 
@@ -84,15 +93,16 @@ def compare_distributions(
     *,
     temperature: float = 1.0,
     forbidden: Tensor | None = None,
+    softcap: float | None = None,
     chunk: int = CHUNK_POSITIONS,
 ) -> dict[str, Tensor]:
     """[M] each by name, of COMPARED: how far q (from `other_hidden`) is from p over the vocabulary, and its entropy. It
     holds up to five float32 buffers of chunk * vocabulary. With gradients, through both, a chunk is computed again in
     the backward pass, and holds twice as much."""
-    forbidden, weight = _at(hidden, forbidden), weight.to(hidden.dtype)
+    rules, weight = _rules(hidden, temperature, forbidden, softcap), weight.to(hidden.dtype)
 
     def compare(hidden: Tensor, other_hidden: Tensor, weight: Tensor) -> list[Tensor]:
-        pair = [_finite_log_probs(each, weight, temperature, forbidden) for each in (hidden, other_hidden)]
+        pair = [_finite_log_probs(each, weight, rules) for each in (hidden, other_hidden)]
         return [COMPARED[name](*pair).clamp(min=0.0) for name in quantities]  # rounding may leave less
 
     measure = partial(checkpoint, compare, use_reentrant=False) if torch.is_grad_enabled() else compare
@@ -101,10 +111,10 @@ def compare_distributions(
     return {name: torch.cat(values) for name, values in zip(quantities, zip(*parts, strict=True), strict=True)}
 
 
-def _finite_log_probs(hidden: Tensor, weight: Tensor, temperature: float, forbidden: Tensor | None) -> Tensor:
+def _finite_log_probs(hidden: Tensor, weight: Tensor, rules: LogitRules) -> Tensor:
     """A forbidden token is far below all others on both sides, and adds nothing to values and gradients."""
-    log_probs = _logits(hidden, weight, temperature, forbidden).log_softmax(-1)
-    return log_probs if forbidden is None else log_probs.clamp(min=FORBIDDEN)
+    log_probs = _logits(hidden, weight, rules).log_softmax(-1)
+    return log_probs if rules.forbidden is None else log_probs.clamp(min=FORBIDDEN)
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -163,14 +173,15 @@ def support_mass(
     top_k: int,
     temperature: float = 1.0,
     forbidden: Tensor | None = None,
+    softcap: float | None = None,
     chunk: int = CHUNK_POSITIONS,
 ) -> Tensor:
     """[M]: log-probability of the support that top-p and top-k leave. A log-prob minus this is that of the renormalised
     distribution. The target always belongs to the support: it was sampled, even if rounding puts it just outside."""
-    forbidden, weight = _at(hidden, forbidden), weight.to(hidden.dtype)
+    rules, weight = _rules(hidden, temperature, forbidden, softcap), weight.to(hidden.dtype)
     mass = hidden.new_empty(len(hidden), dtype=_wide(hidden))
     for rows in _chunks(len(hidden), chunk):
-        log_probs = _logits(hidden[rows], weight, temperature, forbidden).log_softmax(-1)
+        log_probs = _logits(hidden[rows], weight, rules).log_softmax(-1)
         left = top_p_top_k(log_probs, top_p, top_k).isfinite().scatter_(1, targets[rows, None], True)
         mass[rows] = log_probs.masked_fill_(~left, -torch.inf).logsumexp(-1)
     return mass
@@ -185,12 +196,13 @@ def map_log_probs(
     *,
     temperature: float = 1.0,
     forbidden: Tensor | None = None,
+    softcap: float | None = None,
     chunk: int = CHUNK_POSITIONS,
 ) -> Tensor:
     """[M, ..]: the results [C, ..] of a function for the log-probs [C, V] and the targets [C] of each chunk."""
-    forbidden, weight = _at(hidden, forbidden), weight.to(hidden.dtype)
+    rules, weight = _rules(hidden, temperature, forbidden, softcap), weight.to(hidden.dtype)
     parts = [
-        function(_logits(hidden[rows], weight, temperature, forbidden).log_softmax(-1), targets[rows])
+        function(_logits(hidden[rows], weight, rules).log_softmax(-1), targets[rows])
         for rows in _chunks(len(hidden), chunk) or [slice(0, 0)]  # a rank may have no token
     ]
     return torch.cat(parts)
@@ -205,8 +217,7 @@ class _TokenScores(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        temperature: float,
-        forbidden: Tensor | None,
+        rules: LogitRules,
         entropy: bool,
         chunk: int,
         fuse: Fuse,
@@ -215,32 +226,32 @@ class _TokenScores(torch.autograd.Function):
         entropies = logp.new_empty(len(hidden) if entropy else 0)
         score = fuse(_score_chunk)
         for rows in _chunks(len(hidden), chunk):
-            logp[rows], found = score(hidden[rows], weight, targets[rows], temperature, forbidden, entropy)
+            logp[rows], found = score(hidden[rows], weight, targets[rows], rules, entropy)
             if found is not None:
                 entropies[rows] = found
-        ctx.save_for_backward(hidden, weight, targets, forbidden)
-        ctx.temperature, ctx.chunk, ctx.fuse = temperature, chunk, fuse
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.rules, ctx.chunk, ctx.fuse = rules, chunk, fuse
         ctx.mark_non_differentiable(entropies)
         return logp, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logp: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, forbidden = ctx.saved_tensors
+        hidden, weight, targets = ctx.saved_tensors
         differentiate = ctx.fuse(_logit_gradients)
 
         def grad_logits(rows: slice) -> Tensor:
-            scale = grad_logp[rows, None] / ctx.temperature
-            grad: Tensor = differentiate(hidden[rows], weight, targets[rows], scale, ctx.temperature, forbidden)
+            scale = grad_logp[rows, None] / ctx.rules.temperature
+            grad: Tensor = differentiate(hidden[rows], weight, targets[rows], scale, ctx.rules)
             return grad
 
-        return *_pull_back(ctx, hidden, weight, grad_logits), *(None,) * 6
+        return *_pull_back(ctx, hidden, weight, grad_logits), *(None,) * 5
 
 
 def _score_chunk(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, forbidden: Tensor | None, entropy: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, rules: LogitRules, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    log_probs = _logits(hidden, weight, temperature, forbidden).log_softmax(-1)
+    log_probs = _logits(hidden, weight, rules).log_softmax(-1)
     logp = log_probs.gather(-1, targets[:, None])[:, 0]
     if not entropy:
         return logp, None
@@ -248,18 +259,21 @@ def _score_chunk(
     return logp, log_probs.sum(-1)
 
 
-def _logit_gradients(
-    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, temperature: float, forbidden: Tensor | None
-) -> Tensor:
+def _logit_gradients(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, rules: LogitRules) -> Tensor:
     """`scale` [C, 1] times ([j is the target] - p_j), in the dtype of the products."""
-    probs = _logits(hidden, weight, temperature, forbidden).softmax(-1)
+    logits = _logits(hidden, weight, rules)
+    probs = logits.softmax(-1)
+    slope = None if rules.softcap is None else _cap_slope(logits, rules)
+    del logits  # frees memory
     if torch.compiler.is_compiling():  # the same numbers, without a scatter
         is_target = torch.arange(len(weight), device=weight.device) == targets[:, None]
         grad = torch.where(is_target, scale - scale * probs, -scale * probs)
     else:
         grad = probs.mul_(-scale).scatter_add_(1, targets[:, None], scale)
-    if forbidden is not None:  # a forbidden target is constant
-        grad = _fill_columns(grad, forbidden, 0.0)
+    if slope is not None:
+        grad *= slope
+    if rules.forbidden is not None:  # a forbidden target is constant
+        grad = _fill_columns(grad, rules.forbidden, 0.0)
     return grad.to(hidden.dtype)
 
 
@@ -273,43 +287,43 @@ class _FullKL(torch.autograd.Function):
         weight: Tensor,
         other_hidden: Tensor,
         other_weight: Tensor,
-        temperature: float,
-        forbidden: Tensor | None,
+        rules: LogitRules,
         chunk: int,
     ) -> Tensor:
         kl = hidden.new_empty(len(hidden), dtype=_wide(hidden))
         for rows in _chunks(len(hidden), chunk):
             p, q = (hidden[rows], weight), (other_hidden[rows], other_weight)
-            probs, gap = _probs_and_gap(p, q, temperature, forbidden)
+            probs, gap = _probs_and_gap(p, q, rules)
             kl[rows] = probs.mul_(gap).sum(-1)
             del probs, gap  # before the next chunk is allocated
-        ctx.save_for_backward(hidden, weight, other_hidden, other_weight, forbidden, kl)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.save_for_backward(hidden, weight, other_hidden, other_weight, kl)
+        ctx.rules, ctx.chunk = rules, chunk
         return kl
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, other_hidden, other_weight, forbidden, kl = ctx.saved_tensors
+        hidden, weight, other_hidden, other_weight, kl = ctx.saved_tensors
 
         def grad_logits(rows: slice) -> Tensor:
             p, q = (hidden[rows], weight), (other_hidden[rows], other_weight)
-            probs, gap = _probs_and_gap(p, q, ctx.temperature, forbidden)
-            gap.sub_(kl[rows, None]).mul_(probs).mul_(grad_kl[rows, None] / ctx.temperature)
+            probs, gap = _probs_and_gap(p, q, ctx.rules)
+            gap.sub_(kl[rows, None]).mul_(probs).mul_(grad_kl[rows, None] / ctx.rules.temperature)
+            del probs  # before the logits are computed again
+            if ctx.rules.softcap is not None:  # forbidden ones have no gradient already
+                gap *= _cap_slope(_logits(*p, ctx.rules._replace(forbidden=None)), ctx.rules)
             return gap.to(hidden.dtype)
 
-        return *_pull_back(ctx, hidden, weight, grad_logits), *(None,) * 5
+        return *_pull_back(ctx, hidden, weight, grad_logits), *(None,) * 4
 
 
-def _probs_and_gap(
-    p: tuple[Tensor, Tensor], q: tuple[Tensor, Tensor], temperature: float, forbidden: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _probs_and_gap(p: tuple[Tensor, Tensor], q: tuple[Tensor, Tensor], rules: LogitRules) -> tuple[Tensor, Tensor]:
     """p and log p - log q of a chunk, each side given as (hidden, weight)."""
-    log_p = _logits(*p, temperature, forbidden).log_softmax(-1)
-    log_q = _logits(*q, temperature, forbidden).log_softmax(-1)
+    log_p = _logits(*p, rules).log_softmax(-1)
+    log_q = _logits(*q, rules).log_softmax(-1)
     gap = log_q.neg_().add_(log_p)
-    if forbidden is not None:  # -inf on both sides: no contribution
-        gap.index_fill_(1, forbidden, 0.0)
+    if rules.forbidden is not None:  # -inf on both sides: no contribution
+        gap.index_fill_(1, rules.forbidden, 0.0)
     return log_p.exp_(), gap
 
 
@@ -334,12 +348,24 @@ def _pull_back(
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float, forbidden: Tensor | None) -> Tensor:
+def cap_logits(logits: Tensor, softcap: float | None) -> Tensor:
+    """Logits bounded by +-softcap, as Gemma's are: softcap * tanh(logits / softcap). What is given is overwritten."""
+    return logits if softcap is None else logits.div_(softcap).tanh_() * softcap
+
+
+def _cap_slope(logits: Tensor, rules: LogitRules) -> Tensor:
+    """The derivative of `cap_logits`, 1 - tanh^2, from `_logits`, which are overwritten."""
+    assert rules.softcap is not None
+    return logits.mul_(rules.temperature / rules.softcap).square_().neg_().add_(1.0)
+
+
+def _logits(hidden: Tensor, weight: Tensor, rules: LogitRules) -> Tensor:
     with _no_autocast(hidden):
         logits = (hidden @ weight.T).to(_wide(hidden))
-    if temperature != 1:
-        logits.div_(temperature)
-    return logits if forbidden is None else _fill_columns(logits, forbidden, -torch.inf)
+    logits = cap_logits(logits, rules.softcap)
+    if rules.temperature != 1:
+        logits.div_(rules.temperature)
+    return logits if rules.forbidden is None else _fill_columns(logits, rules.forbidden, -torch.inf)
 
 
 def _fill_columns(values: Tensor, columns: Tensor, number: float) -> Tensor:
@@ -358,8 +384,8 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _at(like: Tensor, ids: Tensor | None) -> Tensor | None:
-    return None if ids is None else ids.to(like.device)
+def _rules(hidden: Tensor, temperature: float, forbidden: Tensor | None, softcap: float | None) -> LogitRules:
+    return LogitRules(temperature, None if forbidden is None else forbidden.to(hidden.device), softcap)
 
 
 def _chunks(length: int, chunk: int) -> list[slice]:

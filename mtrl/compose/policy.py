@@ -246,6 +246,7 @@ def make_backbone(config: Config, model: Any, ranks: Ranks = SINGLE_PROCESS) -> 
     enable_activation_checkpointing(model, settings.enable_gradient_checkpointing)
     if settings.freeze_vision_tower and backbone.vision_tower is not None:
         backbone.vision_tower.requires_grad_(False)
+    backbone.family.freeze_unused_parts(model)
     return backbone
 
 

@@ -31,7 +31,7 @@ from mtrl.models.masked_attention import (
     AttentionReader,
     use_attention,
 )
-from mtrl.models.model_size import head_width
+from mtrl.models.model_size import head_widths
 from mtrl.models.parallel.fsdp import compute_device
 from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
 from mtrl.models.parallel.sequence import SequenceParallelGroup, explain_indivisible_heads
@@ -42,7 +42,8 @@ from mtrl.types import VISION_POOL, Prompt
 Mask = Tensor | BlockMask
 Masks = Mask | Mapping[str, Mask] | None  # one for all layers with attention, or one for each kind of them
 T = TypeVar("T")
-LOGITS_CHANGED_BY = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+SOFTCAP = "final_logit_softcapping"
+LOGITS_CHANGED_BY = (SOFTCAP, "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 class Backbone:
@@ -71,7 +72,9 @@ class Backbone:
         self.layer_kinds = layer_kinds(self.language_model.config)
         self.attention_layers = [layer for layer, kind in enumerate(self.layer_kinds) if kind != RECURRENT]
         self.has_states = RECURRENT in self.layer_kinds
-        self.mask_rules = make_mask_rules(self.language_model.config, self.family.image_blocks)
+        text = self.language_model.config
+        self.mask_rules = make_mask_rules(text, self.family.image_block_kinds(text))
+        self.head_widths = head_widths(text)
         if self.has_states:
             use_forked_states(self.language_model, compiled)
         self.routers = find_routers(self.language_model)
@@ -102,6 +105,11 @@ class Backbone:
     def output_matrix(self) -> Tensor:
         """The output matrix [V, H], for `algorithms.vocab`."""
         return self.model.get_output_embeddings().weight
+
+    @property
+    def softcap(self) -> float | None:
+        """The bound of the logits, for `algorithms.vocab`."""
+        return getattr(self.language_model.config, SOFTCAP, None)
 
     @property
     def vision_weights(self) -> dict[str, Tensor]:
@@ -160,7 +168,11 @@ class Backbone:
         padding.
         """
         embeds = self.model.get_input_embeddings()(ids).to(self.compute_dtype)
-        extra: dict[str, Any] = {"readers": readers} if readers else {}
+        extra: dict[str, Any] = {
+            name: each.to(self.compute_dtype) for name, each in self.family.token_inputs(self.model, ids).items()
+        }
+        if readers:
+            extra["readers"] = readers
         if editor is not None:
             extra["editor"] = editor
         if self.sp_group.size > 1:
@@ -172,7 +184,7 @@ class Backbone:
             assert is_vision is not None
             image = torch.cat([row.embeds for row in visual]).to(embeds.dtype)
             embeds = put_rows(embeds, is_vision, image)
-            if attention_mask is None and self.family.image_blocks:  # the language model does not know its images
+            if attention_mask is None and self.has_image_blocks:  # the language model does not know its images
                 attention_mask = self.make_masks(DocumentMask.from_rows(is_vision))
             if visual[0].deepstack:
                 extra["visual_pos_masks"] = to_device(is_vision, self.device)
@@ -216,15 +228,15 @@ class Backbone:
     def can_pack(self) -> bool:
         """Whether all documents may share one sequence without padding: a kernel must take the model's heads, and the
         model must be able to share prefixes."""
-        wide_enough = head_width(self.language_model.config) >= FLEX_COLUMNS
-        has_kernel = self.uses_own_attention and self.device.type == "cuda" and wide_enough
+        fits = min(self.head_widths) >= FLEX_COLUMNS and max(self.head_widths) <= WIDEST_HEAD  # wider: not tried
+        has_kernel = self.uses_own_attention and self.device.type == "cuda" and fits
         return has_kernel and self.can_share_prefix
 
     @property
     def has_flash_kernels(self) -> bool:
         """Whether the flash kernels take the heads of this model."""
-        width = head_width(self.language_model.config)
-        return self.compute_dtype.itemsize == 2 and width % 8 == 0 and width <= WIDEST_HEAD
+        fit = all(width % 8 == 0 and width <= WIDEST_HEAD for width in self.head_widths)
+        return self.compute_dtype.itemsize == 2 and fit
 
     @property
     def can_share_prefix(self) -> bool:
@@ -237,6 +249,10 @@ class Backbone:
     def is_causal(self) -> bool:
         """Whether every layer sees all earlier tokens and no later ones."""
         return all(rule == CAUSAL_RULE for rule in self.mask_rules.values())
+
+    @property
+    def has_image_blocks(self) -> bool:
+        return any(rule.image_blocks for rule in self.mask_rules.values())
 
     @property
     def mask_settings(self) -> tuple[Any, ...]:
@@ -298,11 +314,13 @@ def check_supported(model: PreTrainedModel) -> None:
     """Raise a ValueError for models that `forward_text` and `output_matrix` would silently compute wrongly."""
     config: Any = model.config.get_text_config()
     head: Any = model.get_output_embeddings()
-    reasons = [name for name in LOGITS_CHANGED_BY if getattr(config, name, None) not in (None, 1.0)]
+    family = find_family(model.config)
+    changed = [name for name in LOGITS_CHANGED_BY if getattr(config, name, None) not in (None, 1.0)]
+    reasons = [name for name in changed if name != SOFTCAP or not family.caps_logits]
+    reasons += family.explain_unsupported(config)
     if not hasattr(model, "model"):
         reasons.append("its layout (no `model` inside)")
     else:
-        family = find_family(model.config)
         reasons += explain_layers(family.find_language_model(model), family.sliding_windows)
     if config is model.config and getattr(config, "use_bidirectional_attention", None) is True:
         reasons.append("attention of text to later tokens")
@@ -319,7 +337,7 @@ def explain_no_sequence_parallel(config: Any, sp_size: int) -> str | None:
     if not find_family(config).splits_sequences:
         return f"it is not known to be exact for the family {config.model_type!r}; set it to 1"
     text = config.get_text_config()
-    if SLIDING in layer_kinds(text) or find_family(config).image_blocks:
+    if SLIDING in layer_kinds(text) or find_family(config).image_block_kinds(text):
         return "it splits no attention with sliding windows or image blocks; set it to 1"
     return explain_indivisible_heads(text.num_attention_heads, text.num_key_value_heads, sp_size)
 

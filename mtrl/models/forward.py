@@ -278,7 +278,8 @@ class Forward:
     def distribution(self) -> dict[str, Any]:
         """The arguments of `algorithms.vocab` that define the distribution."""
         forbidden = to_device(torch.tensor(self.encoder.forbidden_ids, dtype=torch.long), self.backbone.device)
-        return {"temperature": self.temperature, "forbidden": forbidden, "chunk": self.chunk}
+        rules: dict[str, Any] = {"temperature": self.temperature, "forbidden": forbidden}
+        return rules | {"softcap": self.backbone.softcap, "chunk": self.chunk}
 
     def _fusion(self) -> dict[str, Any]:
         """How `token_scores` handles a chunk, where pieces of the model are compiled."""

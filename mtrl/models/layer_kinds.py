@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from mtrl.models.document_mask import MaskRule
@@ -20,7 +21,7 @@ def attention_layers(config: Any) -> list[int]:
     return [layer for layer, kind in enumerate(layer_kinds(config)) if kind != RECURRENT]
 
 
-def make_mask_rules(config: Any, image_blocks: bool) -> dict[str, MaskRule]:
-    """The rule of each kind of layers that have attention."""
+def make_mask_rules(config: Any, image_blocks: Collection[str]) -> dict[str, MaskRule]:
+    """The rule of each kind of layers that have attention; in those of `image_blocks` an image sees all of itself."""
     windows = {FULL: None, SLIDING: getattr(config, "sliding_window", None)}
-    return {kind: MaskRule(windows[kind], image_blocks) for kind in windows if kind in layer_kinds(config)}
+    return {kind: MaskRule(windows[kind], kind in image_blocks) for kind in windows if kind in layer_kinds(config)}

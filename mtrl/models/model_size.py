@@ -21,8 +21,8 @@ class ModelSize:
     learning: tuple[int, ...]  # the same for trainable weights
     vocabulary: int
     output: int  # parameters of the output matrix
-    layers: int  # in the language model, that have attention
-    keys: int  # numbers per layer and token in the cache of keys; as many values
+    layers: int  # in the language model, that have keys of their own
+    keys: int  # numbers per layer and token in the cache of keys, in the widest layer; as many values
     read: int  # parameters of the language model, embeddings included
     state: int = 0  # numbers per row in the states of all recurrent layers
 
@@ -39,15 +39,15 @@ class ModelSize:
 def model_size(model: Any) -> ModelSize:
     """The size of a causal language model, with weights or without."""
     text = model.config.get_text_config()
-    key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    cached = layers_with_keys(text)
     output = model.get_output_embeddings().weight
     return ModelSize(
         tensors=tuple(parameter.numel() for parameter in model.parameters()),
         learning=tuple(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         vocabulary=output.shape[0],
         output=output.numel(),
-        layers=len(attention_layers(text)),
-        keys=head_width(text) * key_heads,
+        layers=len(cached),
+        keys=max(_count_keys(text.per_layer_config[layer]) for layer in cached),
         read=_count(find_family(model.config).find_language_model(model)),
         state=count_states(text),
     )
@@ -70,9 +70,24 @@ def reward_model_parameters(path: str, trust_remote_code: bool = False) -> int:
     return _count(build_empty(family, config, trust_remote_code=trust_remote_code))
 
 
-def head_width(text: Any) -> int:
-    """Width of an attention head, from a language model's config, which may not name it."""
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+def layers_with_keys(text: Any) -> list[int]:
+    """The layers with attention that do not read the keys of an earlier one, from a language model's config."""
+    last = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", None) or 0)
+    return [layer for layer in attention_layers(text) if layer < last]
+
+
+def head_widths(text: Any) -> set[int]:
+    """Widths of the attention heads of all layers, from a language model's config, which may not name them."""
+    return {_head_width(layer) for layer in text.per_layer_config}
+
+
+def _head_width(layer: Any) -> int:
+    return getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+
+
+def _count_keys(layer: Any) -> int:
+    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+    return heads * _head_width(layer)
 
 
 def _count(module: torch.nn.Module) -> int:

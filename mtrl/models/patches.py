@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import chain
 from types import FunctionType, MethodType
 from typing import Any
@@ -162,6 +165,23 @@ def use_narrow_embedding_scale(model: Any, dtype: torch.dtype) -> None:
         scale = getattr(module, "embed_scale", None)
         if isinstance(scale, Tensor):
             scale.copy_(scale.to(dtype))
+
+
+def import_gemma4_processor() -> None:
+    """Import the module of Gemma 4's processor where torchvision is missing.
+
+    Why: it takes two names from the module of the image processor that needs torchvision (transformers 5.17 and 5.19).
+    The module of the one without has them too. Unnecessary once transformers takes them from there.
+    """
+    if find_spec("torchvision") is not None:
+        return
+    folder = "transformers.models.gemma4."
+    missing = folder + "image_processing_gemma4"
+    sys.modules[missing] = import_module(folder + "image_processing_pil_gemma4")
+    try:
+        import_module(folder + "processing_gemma4")
+    finally:
+        del sys.modules[missing]
 
 
 def use_narrow_adapters(adapted: Iterable[Any]) -> None:

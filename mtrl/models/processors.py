@@ -12,15 +12,21 @@ from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTr
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from mtrl.models.checkpoint_files import read_checkpoint_json
+from mtrl.models.patches import import_gemma4_processor
 from mtrl.types import Prompt
+
+NOT_LOADED = ("video_processor", "feature_extractor")  # arguments of processors
 
 
 def load_processor(path: str, config: PreTrainedConfig, trust_remote_code: bool = False) -> Any:
     """The processor of a family's checkpoint; for a text model its tokenizer. Without torchvision there is no processor
-    of videos, on which the loaders of most families insist: then the same class is built without one."""
+    of videos, on which the loaders of most families insist: then the same class is built without one, and without one
+    of sounds."""
     name = PROCESSOR_MAPPING_NAMES.get(config.model_type)
     if name is None and not hasattr(config, "vision_config"):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if name == "Gemma4Processor":
+        import_gemma4_processor()
     try:
         return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (ImportError, ValueError) as error:  # which of them depends on the file that is missing
@@ -31,18 +37,19 @@ def load_processor(path: str, config: PreTrainedConfig, trust_remote_code: bool 
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     accepted, saved = signature(kind).parameters, read_checkpoint_json(path, "processor_config.json")
     options = {"chat_template": tokenizer.chat_template} | {name: saved[name] for name in saved if name in accepted}
-    return _without_videos(kind)(**options | {"image_processor": images, "tokenizer": tokenizer})
+    options |= {name: None for name in NOT_LOADED if name in accepted}
+    return _with_images_alone(kind)(**options | {"image_processor": images, "tokenizer": tokenizer})
 
 
-def _without_videos(kind: Any) -> Any:
-    class WithoutVideos(kind):
+def _with_images_alone(kind: Any) -> Any:
+    class WithImagesAlone(kind):
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            if argument_name != "video_processor" or argument is not None:
+            if argument_name not in NOT_LOADED or argument is not None:
                 return super().check_argument_for_proper_class(argument_name, argument)
             return None
 
-    WithoutVideos.__name__ = kind.__name__  # for messages
-    return WithoutVideos
+    WithImagesAlone.__name__ = kind.__name__  # for messages
+    return WithImagesAlone
 
 
 def process_prompt(processor: Any, prompt: Prompt, resize: bool = True) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from mtrl.algorithms.vocab import cap_logits
 from mtrl.models.backbone import Backbone, Cache, prompt_positions, vision_tokens
 from mtrl.models.document_mask import DocumentMask
 from mtrl.models.model_size import ModelSize, model_size
@@ -183,11 +184,11 @@ class Decoding:
 
         hidden, experts, position, keys, cache = self._prefill()
         padded = not bool(keys.all())
-        output_matrix = self.engine.backbone.output_matrix.to(hidden.dtype)
+        output_matrix, softcap = self.engine.backbone.output_matrix.to(hidden.dtype), self.engine.backbone.softcap
         row = torch.arange(rows, device=device)  # the rows in the cache
         decoding = torch.ones(rows, dtype=torch.bool, device=device)
         for t in range(self.sampling.max_new_tokens):
-            logits = (hidden @ output_matrix.T).float().index_fill_(1, forbidden, -torch.inf)
+            logits = cap_logits((hidden @ output_matrix.T).float(), softcap).index_fill_(1, forbidden, -torch.inf)
             chosen, logp = choose(logits, uniforms[row, t], self.sampling)
             # Finished rows keep writing beyond their length while they are in the cache.
             tokens[row, t], logps[row, t], routed[row, t] = chosen, logp, experts

@@ -22,10 +22,10 @@ from mtrl.models.load_model import load_model
 from mtrl.models.masked_attention import MassReader
 from mtrl.models.recurrent import StateForks
 from mtrl.rollout.local import Decoding
-from pretraining.tiny_checkpoints import CHECKED_FAMILIES, TEXT_FAMILIES, make_tiny_checkpoint
+from pretraining.tiny_checkpoints import CHECKED_FAMILIES, GEMMA4_FAMILIES, TEXT_FAMILIES, make_tiny_checkpoint
 
 BAR = 1e-5  # of log-probs in nats, of gradients relative to the largest of a weight, of masses; in float32
-AMPLIFIES = ("qwen3_5", "qwen3_5_moe", "gemma3")  # rounding, in some gradients
+AMPLIFIES = ("qwen3_5", "qwen3_5_moe", "gemma3", *GEMMA4_FAMILIES)  # rounding, in some gradients
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +70,13 @@ def test_every_family_passes(tiny, family, check):
         assert finding.worst == 0, finding
 
 
-def test_decays_are_exact_in_float64(tiny):
-    """In float32 gradients of A_log and dt_bias lose most digits, in transformers' forward too."""
-    candidate = tiny("qwen3_5")
+@pytest.mark.parametrize(
+    "family", ["qwen3_5", *(pytest.param(each, marks=pytest.mark.slow) for each in GEMMA4_FAMILIES)]
+)
+def test_gradients_are_exact_in_float64(tiny, family):
+    """In float32 those of A_log and dt_bias lose most digits, in transformers' forward too; Gemma 4's attention has
+    scores without a factor."""
+    candidate = tiny(family)
     double = make_candidate(candidate.path, load_model(candidate.path).double(), candidate.encoder)
     finding = run_check("sharing gradients", double)
     assert finding.passed and finding.worst < 1e-6, finding

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from benchmarks.measure import compiled_graphs
 from mtrl.algorithms import vocab
-from mtrl.algorithms.vocab import COMPARED, full_kl, support_mass, token_scores
+from mtrl.algorithms.vocab import (
+    COMPARED,
+    compare_distributions,
+    full_kl,
+    map_log_probs,
+    support_mass,
+    token_scores,
+)
 from mtrl.memory.live_tensors import LiveTensors
 from mtrl.models.forward import find_row_dims
 from mtrl.models.patches import compile_function
@@ -30,8 +37,13 @@ def make(dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Ten
     return hidden, weight, allowed[torch.randint(len(allowed), (POSITIONS,), generator=draw)]
 
 
-def plain_log_probs(hidden: Tensor, weight: Tensor, temperature: float, forbidden: Tensor | None) -> Tensor:
-    logits = (hidden @ weight.T).to(torch.promote_types(hidden.dtype, torch.float32)) / temperature
+def plain_log_probs(
+    hidden: Tensor, weight: Tensor, temperature: float, forbidden: Tensor | None, softcap: float = math.inf
+) -> Tensor:
+    logits = (hidden @ weight.T).to(torch.promote_types(hidden.dtype, torch.float32))
+    if softcap < math.inf:
+        logits = softcap * (logits / softcap).tanh()
+    logits = logits / temperature
     if forbidden is not None:
         barred = torch.zeros(len(weight), dtype=torch.bool)
         barred[forbidden] = True
@@ -129,6 +141,50 @@ def test_finite_differences(forbidden: Tensor | None) -> None:
 
     assert torch.autograd.gradcheck(logp, (hidden, weight))
     assert torch.autograd.gradcheck(kl, (hidden, weight))
+
+
+CAP = 1.5  # logits of up to 5: most are bent, some almost flat
+
+
+@options
+@chunks
+def test_capped_logits(temperature: float, forbidden: Tensor | None, chunk: int) -> None:
+    """In every function of this module, with gradients where it has any."""
+    hidden, weight, targets = make()
+    other_hidden, other_weight, _ = make(seed=1)
+    rules: Any = {"temperature": temperature, "forbidden": forbidden, "softcap": CAP, "chunk": chunk}
+
+    def capped(hidden: Tensor, weight: Tensor = weight) -> Tensor:
+        return plain_log_probs(hidden, weight, temperature, forbidden, CAP)
+
+    scores = token_scores(hidden, weight, targets, entropy=True, **rules)
+    logp = capped(hidden)[range(POSITIONS), targets]
+    torch.testing.assert_close((scores.logp, scores.entropy), (logp, plain_entropy(capped(hidden)).detach()))
+    torch.testing.assert_close(gradients(scores.logp, hidden, weight), gradients(logp, hidden, weight))
+    assert not torch.allclose(logp, plain_log_probs(hidden, weight, temperature, forbidden)[range(POSITIONS), targets])
+
+    kl = full_kl(hidden, other_hidden, weight, other_weight, **rules)
+    plain = plain_kl(capped(hidden), capped(other_hidden, other_weight).detach())
+    torch.testing.assert_close(kl, plain)
+    torch.testing.assert_close(gradients(kl, hidden, weight), gradients(plain, hidden, weight))
+
+    compared = compare_distributions(hidden, other_hidden, weight, ["kl"], **rules)["kl"]
+    plain, leaves = plain_kl(capped(hidden), capped(other_hidden)), (hidden, other_hidden, weight)
+    torch.testing.assert_close(compared, plain)
+    torch.testing.assert_close(gradients(compared, *leaves), gradients(plain, *leaves))
+
+    highest = capped(hidden).max(-1)
+    best = support_mass(hidden, weight, highest.indices, top_p=1.0, top_k=1, **rules)
+    mapped = map_log_probs(hidden, weight, targets, lambda log_probs, _: log_probs.max(-1).values, **rules)
+    torch.testing.assert_close((best, mapped), (highest.values.detach(),) * 2)
+
+
+def test_capped_finite_differences() -> None:
+    hidden, weight, targets = make()
+    assert torch.autograd.gradcheck(
+        lambda *given: token_scores(*given, targets, temperature=0.8, forbidden=FORBIDDEN, softcap=CAP, chunk=4).logp,
+        (hidden, weight),
+    )
 
 
 def test_by_hand() -> None:
@@ -329,13 +385,14 @@ def peak_memory(function: str, positions: int, chunk: int) -> int:
     hidden = torch.randn(positions, NARROW, requires_grad=True)
     weight = torch.randn(MANY_WORDS, NARROW, requires_grad=True)
     targets = torch.randint(MANY_WORDS, (positions,))
+    softcap = 30.0 if function.startswith("capped") else None
     with LiveTensors() as live:
         if function == "plain":
             logp = (hidden @ weight.T).log_softmax(-1)[torch.arange(positions), targets]
-        elif function == "full_kl":
-            logp = full_kl(hidden, hidden.flip(0), weight, chunk=chunk)
+        elif function.endswith("full_kl"):
+            logp = full_kl(hidden, hidden.flip(0), weight, chunk=chunk, softcap=softcap)
         else:
-            logp = token_scores(hidden, weight, targets, entropy=True, chunk=chunk).logp
+            logp = token_scores(hidden, weight, targets, entropy=True, chunk=chunk, softcap=softcap).logp
         logp.sum().backward()
     return live.peak
 
@@ -344,6 +401,8 @@ def peak_memory(function: str, positions: int, chunk: int) -> int:
     ("function", "positions", "chunk", "buffers"),
     [
         ("token_scores", 512, 64, 2),
+        ("capped", 512, 64, 2),
+        ("capped full_kl", 256, 64, 3),
         ("token_scores", 1024, 64, 2),
         ("token_scores", 1024, 256, 2),
         ("full_kl", 256, 64, 3),

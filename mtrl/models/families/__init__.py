@@ -27,6 +27,7 @@ from mtrl.models.checkpoint_files import (
     read_checkpoint_json,
 )
 from mtrl.models.families.gemma3 import Gemma3Family
+from mtrl.models.families.gemma4 import Gemma4Family
 from mtrl.models.families.glm import GlmFamily
 from mtrl.models.families.idefics import IdeficsFamily
 from mtrl.models.families.internvl import InternVLFamily
@@ -54,6 +55,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "glm4v": GlmFamily(),
     **dict.fromkeys(("idefics3", "smolvlm"), IdeficsFamily()),
     "gemma3": Gemma3Family(),
+    "gemma4": Gemma4Family(),
 }
 VISION_FAMILIES = FAMILIES.keys()  # a view, so it includes families that are added later
 PROCESSOR_FILES = (

@@ -6,7 +6,7 @@ lists the families; docs/extending.md shows how to add one from outside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mtrl.models.families.text import TextEncoder
+from mtrl.models.layer_kinds import layer_kinds
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +42,7 @@ class ImageEncoder:
     """
 
     arguments: tuple[str, ...] = ("pixel_values",)
+    narrows_pixels: bool = True  # False: the tower does it itself, after computing with them
 
     def __init__(self, model: Any, tower: Any) -> None:
         self.model, self.tower = model, tower
@@ -48,8 +50,9 @@ class ImageEncoder:
     def encode(self, inputs: Sequence[dict[str, Tensor]], device: torch.device) -> list[Features]:
         """The features of each prompt's images, from `PromptEncoder.inputs`, all in one pass of the tower."""
         joined = {name: torch.cat([each[name] for each in inputs]).to(device) for name in self.arguments}
-        pixels = joined.pop("pixel_values").to(self.tower.dtype)
-        images = self.model.model.get_image_features(pixel_values=pixels, **joined, return_dict=True).pooler_output
+        if self.narrows_pixels:
+            joined["pixel_values"] = joined["pixel_values"].to(self.tower.dtype)
+        images = self.model.model.get_image_features(**joined, return_dict=True).pooler_output
         prompts = iter([each.flatten(0, -2) for each in images])
         return [Features(torch.cat([next(prompts) for _ in each["pixel_values"]])) for each in inputs]
 
@@ -70,7 +73,8 @@ class ModelFamily:
     is exact. Both are claims that tests/conformance checks.
 
     `sliding_windows` and `image_blocks` say what attention sees besides all earlier tokens: layers that the config
-    calls `sliding_attention` see the last `sliding_window` ones; tokens of an image see one another in all layers.
+    calls `sliding_attention` see the last `sliding_window` ones; tokens of an image see one another in all layers, or
+    in those of `image_block_kinds`. `caps_logits`: they are bounded by the config's `final_logit_softcapping`.
     """
 
     encoder: ClassVar[type[TextEncoder]] = TextEncoder
@@ -78,7 +82,9 @@ class ModelFamily:
     vision_tower: ClassVar[str | None] = None
     vision_layers: ClassVar[str | None] = None  # None: the longest list of modules in the tower
     projector: ClassVar[str | None] = None
+    unused_parts: ClassVar[tuple[str, ...]] = ()  # paths of modules that no pass runs, such as a tower for sounds
     position_axes: ClassVar[int] = 1  # 3: rotary positions in time, height and width
+    caps_logits: ClassVar[bool] = False
     sliding_windows: bool = False
     image_blocks: bool = False
     shares_prefix: bool = False
@@ -104,6 +110,24 @@ class ModelFamily:
             return attrgetter(self.vision_layers)(tower)
         lists: list[Any] = [each for each in tower.modules() if isinstance(each, nn.ModuleList)]
         return max(lists, key=len)
+
+    def freeze_unused_parts(self, model: Any) -> None:
+        """They keep their weights in checkpoints; an optimizer holds nothing for them."""
+        for module in (attrgetter(path)(model) for path in self.unused_parts):
+            if module is not None:
+                module.requires_grad_(False)
+
+    def image_block_kinds(self, config: Any) -> Collection[str]:
+        """The kinds of layers where tokens of an image see one another, from a language model's config."""
+        return layer_kinds(config) if self.image_blocks else ()
+
+    def explain_unsupported(self, config: Any) -> list[str]:
+        """What else a language model of this config has that would be computed wrongly."""
+        return []
+
+    def token_inputs(self, model: Any, ids: Tensor) -> dict[str, Tensor]:
+        """What the language model takes of the tokens [B, S] besides their embeddings."""
+        return {}
 
     def shard_units(self, model: Any) -> Iterator[nn.Module]:
         """The modules that FSDP gathers as one, in the order of a pass."""
