@@ -29,7 +29,8 @@ from mtrl.rollout.responses import make_rollouts
 from mtrl.types import Medium, Prompt, Rollouts, Task
 from pretraining.tiny_checkpoints import QWEN_FAMILIES as QWEN_FAMILIES
 from pretraining.tiny_checkpoints import TEXT_FAMILIES as TEXT_FAMILIES
-from pretraining.tiny_checkpoints import TINY_FAMILIES, VISION_FAMILIES, make_tiny_checkpoint
+from pretraining.tiny_checkpoints import TINY_FAMILIES as TINY_FAMILIES
+from pretraining.tiny_checkpoints import VISION_FAMILIES, make_tiny_checkpoint
 
 logging.disable_progress_bar()
 
@@ -42,7 +43,6 @@ _scratch = tempfile.TemporaryDirectory()
 
 @lru_cache
 def checkpoint(family: str) -> Path:
-    assert family in TINY_FAMILIES
     sizes: dict[str, Any] = {"layers": LAYERS, "hidden": HIDDEN, "recurrent_head": RECURRENT_HEAD}
     directory = make_tiny_checkpoint(Path(_scratch.name) / family, family, **sizes)
     model = plain_model_at(directory, family)
@@ -55,7 +55,7 @@ def checkpoint(family: str) -> Path:
 
 
 def plain_model_at(directory: Path, family: str) -> PreTrainedModel:
-    loader: Any = AutoModelForImageTextToText if family in VISION_FAMILIES else AutoModelForCausalLM
+    loader: Any = AutoModelForCausalLM if family in TEXT_FAMILIES else AutoModelForImageTextToText
     return loader.from_pretrained(directory, dtype=torch.float32).eval()
 
 
