@@ -108,12 +108,36 @@ FACTS = {
         "as Idefics3. Tiles whose values are all 0 are padding for transformers, which drops them; here none is "
         "dropped. The processor of SmolVLM2 needs num2words; that of SmolVLM, which was compared, is Idefics3's.",
     ),
+    "llava_onevision": Facts(
+        "LLaVA-OneVision (-hf)",
+        "the plain engine, CUDA graphs (they take Qwen2, its language model; not run on a GPU). vLLM was not tried and "
+        "is refused",
+        "the tower reads a small copy of the image, then its tiles. An image is resized to fit into the best of the "
+        "canvases in `image_grid_pinpoints`; how many tokens it has depends on its shape, since padding is left out, "
+        "and more than about nine tiles of them are interpolated. Perturbations act on the image at this size, and the "
+        "copy is made from that; transformers makes it from the original. One size in fifty is one pixel less than "
+        "transformers', which rounds up: so the tokens are those of the original in any case. `dataset.max_pixels` "
+        "counts the squares of a canvas and of the copy: 4194304 leaves out canvases of more than 27 tiles, 5455872 "
+        "leaves out none; there is no lower limit. Every image of a prompt is tiled, as transformers does with a list "
+        "of images; with a list for each prompt it shows several images of one prompt without tiles. The viewer draws "
+        "maps over the copy and over the lines of tokens, with black for the ends of lines. No videos: how their "
+        "frames are pooled is not described here. Only all features of a layer (`full`) and `anyres_max_N` are "
+        f"supported. `mtrl doctor` does not estimate its memory; the preflight measures it. {SOURCES}",
+    ),
     "glm4v": Facts(
         "GLM-4.1V",
         "the plain engine. The CUDA graph engine refuses it. vLLM was not tried and is refused",
         "a checkpoint's limits of pixels count both frames of a patch, so an image has half of them; "
         f"`dataset.max_pixels` counts those of the image. No videos. `mtrl doctor` does not estimate its memory; "
         f"the preflight measures it. {SOURCES}",
+    ),
+    "glm4v_moe": Facts(
+        "GLM-4.5V",
+        "as GLM-4.1V",
+        "as GLM-4.1V, and of the experts what is said of Qwen3.5's. Adapters are added to attention, to the dense "
+        "first layers and to shared experts. peft itself takes these names for those of all experts: its "
+        "`PeftModel.from_pretrained` loads the adapters of attention alone, with a warning, while `mtrl` and merged "
+        "exports have all of them (peft 0.21).",
     ),
     "gemma3": Facts(
         "Gemma 3",

@@ -25,22 +25,25 @@ from mtrl.models.tiny_tokenizer import (
     tiny_tokenizer,
     write_image_settings,
 )
-from pretraining import tiny_gemma, tiny_gemma4, tiny_glm, tiny_idefics, tiny_internvl
+from pretraining import tiny_gemma, tiny_gemma4, tiny_glm, tiny_idefics, tiny_internvl, tiny_onevision
 
 QWEN_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 VISION_FAMILIES = (*QWEN_FAMILIES, "gemma3")
 TINY_FAMILIES = (*VISION_FAMILIES, "qwen2", "gemma3_text")  # in the tests of passes, generation, checkpoints, ..
 OTHER_TEXT_FAMILIES = ("qwen3", "llama")
 GEMMA4_FAMILIES = ("gemma4", "gemma4_bidirectional")  # as small ones and as large ones are
-OTHER_VISION_FAMILIES = ("qwen3_vl_moe", "internvl", "idefics3", "smolvlm", "glm4v", *GEMMA4_FAMILIES)
+OTHER_VISION_FAMILIES = (
+    "qwen3_vl_moe", "internvl", "idefics3", "smolvlm", "llava_onevision", "glm4v", "glm4v_moe", *GEMMA4_FAMILIES
+)  # fmt: skip
 CHECKED_FAMILIES = (*TINY_FAMILIES, *OTHER_VISION_FAMILIES, *OTHER_TEXT_FAMILIES)  # those of docs/models.md
 TEXT_FAMILIES = ("qwen2", "gemma3_text", *OTHER_TEXT_FAMILIES)
 OWN_PARTS: dict[str, Any] = {
     **dict.fromkeys(("gemma3", "gemma3_text"), tiny_gemma),
     **dict.fromkeys(GEMMA4_FAMILIES, tiny_gemma4),
     **dict.fromkeys(("idefics3", "smolvlm"), tiny_idefics),
-    "glm4v": tiny_glm,
+    **dict.fromkeys(("glm4v", "glm4v_moe"), tiny_glm),
     "internvl": tiny_internvl,
+    "llava_onevision": tiny_onevision,
 }
 
 
@@ -99,7 +102,7 @@ def make_tiny_checkpoint(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = loader.from_config(config, dtype=torch.float32)
-        if own in (tiny_gemma, tiny_gemma4):
+        if hasattr(own, "fill_weights"):
             own.fill_weights(model)
     model.generation_config = make_generation_config(tokenizer)
     model.save_pretrained(directory)
@@ -123,8 +126,8 @@ def _text_config(
         return shared | tiny_gemma4.text_config(family == "gemma4", hidden, heads, layers)
     if family.startswith("gemma3"):
         return shared | tiny_gemma.text_config(hidden, heads, layers)
-    if family == "glm4v":
-        return shared | tiny_glm.text_config(hidden, heads)
+    if family.startswith("glm4v"):
+        return shared | tiny_glm.text_config(family, hidden, heads)
     half = hidden // heads // 2  # rotary pairs of a head, divided among time, height and width
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
     if family.startswith("qwen3_5"):

@@ -1,4 +1,4 @@
-"""What a tiny GLM-4.1V has of its own: special tokens and chat format, layers, settings of its images."""
+"""What a tiny GLM-4.1V or GLM-4.5V has of its own: special tokens and chat format, layers, settings of its images."""
 
 from __future__ import annotations
 
@@ -28,12 +28,16 @@ def add_tokens(tokenizer: Any) -> None:
     tokenizer.chat_template = TEMPLATE
 
 
-def text_config(hidden: int, heads: int) -> dict[str, Any]:
-    """Half of a head has rotary positions."""
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
+
+
+def text_config(family: str, hidden: int, heads: int) -> dict[str, Any]:
+    """Half of a head has rotary positions. GLM-4.5V has experts in all layers but the first."""
     pairs = hidden // heads // 4
     side = pairs // 3
     rope = {"mrope_section": [pairs - 2 * side, side, side], "partial_rotary_factor": 0.5}
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **rope}}
+    config: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **rope}}
+    return config | EXPERTS | {"moe_intermediate_size": hidden} if family == "glm4v_moe" else config
 
 
 def make_config(tokenizer: Any, text: dict[str, Any], vision_hidden: int, vision_layers: int) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def measure_response(
     maps = policy.maps(rollouts, list(chosen))
     images = encoder.image_settings
     assert images is not None, "a prompt with an image was encoded"
-    seen = replace(prompt, media=tuple(encoder.visible_part(medium) for medium in prompt.media))
+    seen = replace(prompt, media=tuple(part for medium in prompt.media for part in encoder.pictures(medium)))
     drawn = [
         DrawnAttention(token, why, split_by_image(seen, each, images.factor, images.temporal_patch_size))
         for (token, why), each in zip(chosen.items(), maps, strict=True)

@@ -72,7 +72,7 @@ def build_record(config: Config, encoder: TextEncoder, directory: Path, attempt:
         per_step=training.record_rollouts_per_step,
         limit_bytes=int(training.record_limit_gib * 2**30),
         token_size=(images.temporal_patch_size, images.factor) if images else (1, 1),
-        visible_part=encoder.visible_part,
+        pictures=encoder.pictures,
     )
 
 

@@ -73,7 +73,11 @@ def inject_adapters(model: Any, settings: AdapterSettings, empty: bool = False) 
 
 
 def _inject(model: Any, config: Any, dtype: torch.dtype, empty: bool = False) -> None:
-    import_peft().inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=empty)
+    # For some types of models (glm4v_moe) peft takes the names of dense layers and shared experts for those of all
+    # experts, and adds adapters to these instead. In a module without a type it takes names as they are.
+    holder: Any = nn.ModuleDict({"base": model})
+    import_peft().inject_adapter_in_model(config, holder, adapter_name=ADAPTER, low_cpu_mem_usage=empty)
+    model.peft_config = holder.peft_config
     for parameter in adapter_parameters(model).values():
         if parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)

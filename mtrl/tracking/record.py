@@ -44,7 +44,7 @@ DecodeText = Callable[[Sequence[int]], str]
 class RolloutRecord(Tracker):
     """A tracker. `per_step`: number of responses stored per step (-1: all); `perturb` makes the perturbed view of a
     prompt's images that the probes of a step used; `token_size`: frames, and pixels per side, of one image token;
-    `visible_part`: what the model sees of an image, which is stored."""
+    `pictures`: what the model sees of an image, which is stored."""
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class RolloutRecord(Tracker):
         per_step: int = 64,
         limit_bytes: int = 2**30,
         token_size: tuple[int, int] = (2, 28),
-        visible_part: Callable[[np.ndarray], np.ndarray] = np.asarray,
+        pictures: Callable[[np.ndarray], Sequence[np.ndarray]] = lambda medium: [medium],
     ) -> None:
         self.writer = BlockWriter(directory, limit_bytes)
         self.pieces = TokenPieces(decode, decode_text)
         self.perturb, self.attempt, self.per_step, self.token_size = perturb, attempt, per_step, token_size
-        self.visible_part = visible_part
+        self.pictures = pictures
         self._background = Background("record of the rollouts")
 
     def rollouts(self, step: int, experience: Experience) -> None:
@@ -103,7 +103,7 @@ class RolloutRecord(Tracker):
         for index, prompt in enumerate(rollouts.prompts):
             is_fresh = bool((versions[rollouts.group == index] == versions.max()).all())
             views = self.perturb(prompt, step - 1) if is_perturbed and is_fresh and prompt.media else ()
-            media, views = ([self.visible_part(each) for each in them] for them in (prompt.media, views))
+            media, views = ([part for each in them for part in self.pictures(each)] for them in (prompt.media, views))
             task = prompt.task
             answer = None if task.answer is None else str(task.answer)
             row = {"id": task.id, "text": task.text, "answer": answer, "pools": sizes[index]}

@@ -1,21 +1,34 @@
-"""Prompts and images of GLM-4.1V beside transformers' processor."""
+"""Prompts and images of GLM-4.1V and GLM-4.5V beside transformers' processor; adapters and routers of the latter."""
 
 from functools import partial
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from mtrl.models.adapters import (
+    AdapterSettings,
+    MergedWeights,
+    adapter_layers,
+    adapter_parameters,
+    adapter_tensors,
+    add_adapters,
+    save_adapters,
+)
 from mtrl.models.families import load_encoder, load_model_config
+from mtrl.models.load_model import load_model
 from mtrl.models.processors import load_processor
+from mtrl.models.routing import ExpertRecorder, find_routers
 from mtrl.types import Medium, Task
 from pretraining.tiny_checkpoints import make_tiny_checkpoint
 
 TOKEN = 28  # pixels of a side
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), "glm4v")
+@pytest.fixture(scope="module", params=["glm4v", "glm4v_moe"])
+def path(request, tmp_path_factory):
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), request.param)
 
 
 @pytest.mark.parametrize("limits", [(4, 1280), (16, 64), (1, 1)])
@@ -64,3 +77,43 @@ def test_a_row_without_a_template_has_the_marks_around_its_image(path):
         encoder.encode(ask("image"), [np.zeros((28, 28, 3), np.uint8)]).ids
     )
     assert tokens[:3] == ["<|begin_of_image|>", "<|image|>", "<|end_of_image|>"]
+
+
+# ------------------------------------------------------------------------------------------------ experts (GLM-4.5V)
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """One dense layer, two with four experts and a shared one."""
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), "glm4v_moe", layers=3)
+
+
+def test_adapters_are_added_to_shared_experts_and_not_to_all_of_them(mixture, tmp_path):
+    """peft takes `gate_proj` and its like of such a model for the weights of all experts."""
+    pytest.importorskip("peft")
+    model = load_model(mixture)
+    add_adapters(model, AdapterSettings(lora_rank=2))
+    assert all(type(layer.get_base_layer()) is nn.Linear for layer in adapter_layers(model))
+    names = {name.split(".lora_")[0].split("layers.")[1] for name in adapter_parameters(model)}
+    attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+    expected = {f"{layer}.self_attn.{name}" for layer in range(3) for name in attention}
+    expected |= {
+        f"{layer}.mlp.{part}{name}" for layer, part in enumerate(("", *2 * ("shared_experts.",))) for name in mlp
+    }
+    assert names == expected
+    for each in adapter_parameters(model).values():
+        nn.init.normal_(each)
+    save_adapters(model, adapter_tensors(model), tmp_path)
+    merged, weights, base = load_model(tmp_path).state_dict(), MergedWeights(model), load_model(mixture).state_dict()
+    for name, weight in merged.items():
+        torch.testing.assert_close(weight, weights[name], rtol=0, atol=1e-5)
+        moved = any(f"layers.{each}.weight" in name for each in expected)
+        assert torch.equal(weight, base[name]) != moved, name
+
+
+def test_the_experts_of_every_layer_but_the_dense_one_are_recorded(mixture):
+    model = load_model(mixture)
+    routers = find_routers(model.model.language_model)
+    assert len(routers) == 2
+    with torch.no_grad(), ExpertRecorder(routers) as recorder:
+        model(input_ids=torch.arange(20, 40)[None])
+    chosen = recorder.take(1, model.device)
+    assert chosen.shape == (1, 20, 2, 2) and set(chosen.unique().tolist()) == {0, 1, 2, 3}

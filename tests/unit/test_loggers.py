@@ -270,7 +270,7 @@ def test_a_logger_that_is_not_installed_is_reported_at_the_start(monkeypatch):
 def test_several_loggers(tmp_path):
     class Encoder:
         image_settings = None
-        decode = decode_tokens = visible_part = staticmethod(lambda ids: "")
+        decode = decode_tokens = pictures = staticmethod(lambda ids: "")
 
     config = load_config(None, {"training.logger": ("tensorboard", "wandb")})
     trackers = build_trackers(config, 1, Encoder(), tmp_path)

@@ -85,7 +85,7 @@ def test_a_map_over_the_tokens_is_a_map_over_what_is_drawn(checkpoint, family):
     for size in encoder.sizes():
         prompt = encode(encoder, canvas := picture(*size))
         tokens = int((prompt.token_pool == VISION_POOL).sum())
-        frames, rows, columns, _ = image_grid(encoder.visible_part(canvas), 1, encoder.image_settings.factor)
+        frames, rows, columns, _ = image_grid(*encoder.pictures(canvas), 1, encoder.image_settings.factor)
         assert frames * rows * columns == tokens == encoder.count_image_tokens(*size)
         assert encoder.length(prompt.task, [size]) == len(prompt.ids)
 
@@ -99,7 +99,7 @@ def test_values_that_are_no_bytes_are_not_clipped():
     assert brighter == pytest.approx(smooth + 400, abs=1e-2)
 
 
-@pytest.mark.parametrize("family", [*TILED, "gemma3"])
+@pytest.mark.parametrize("family", [*TILED, "gemma3", "llava_onevision"])
 def test_a_rank_without_images_encodes_a_blank_one(checkpoint, family):
     """A sharded tower runs on all ranks or on none."""
     backbone = Backbone(load_model(checkpoint(family)))

@@ -63,7 +63,7 @@ def test_sizes_can_be_chosen(tmp_path, family):
 
 
 def test_unknown_family_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"llava.*qwen2_vl, .*glm4v, .*qwen3, llama$"):
+    with pytest.raises(ValueError, match=r"llava.*qwen2_vl, .*glm4v, glm4v_moe, .*qwen3, llama$"):
         make_tiny_checkpoint(tmp_path, "llava")
     assert not list(tmp_path.iterdir())
 

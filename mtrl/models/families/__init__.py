@@ -33,6 +33,7 @@ from mtrl.models.families.idefics import IdeficsFamily
 from mtrl.models.families.internvl import InternVLFamily
 from mtrl.models.families.model_family import ModelFamily as ModelFamily
 from mtrl.models.families.model_family import TextFamily
+from mtrl.models.families.onevision import OnevisionFamily
 from mtrl.models.families.qwen_tower import Qwen35Family
 from mtrl.models.families.qwen_tower import QwenVLFamily as QwenVLFamily
 from mtrl.models.families.qwen_vl import QwenVLEncoder as QwenVLEncoder
@@ -52,7 +53,8 @@ FAMILIES: dict[str, ModelFamily] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), QwenVLFamily()),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), Qwen35Family()),
     "internvl": InternVLFamily(),
-    "glm4v": GlmFamily(),
+    "llava_onevision": OnevisionFamily(),
+    **dict.fromkeys(("glm4v", "glm4v_moe"), GlmFamily()),
     **dict.fromkeys(("idefics3", "smolvlm"), IdeficsFamily()),
     "gemma3": Gemma3Family(),
     "gemma4": Gemma4Family(),

@@ -109,8 +109,12 @@ class TextEncoder:
         return rows * self.image_settings.factor, tokens // rows * self.image_settings.factor
 
     def visible_part(self, medium: np.ndarray) -> np.ndarray:
-        """The part of a medium at its target size that the model sees: a grid of its tokens."""
+        """The part of a medium at its target size that the model sees."""
         return medium
+
+    def pictures(self, medium: np.ndarray) -> list[np.ndarray]:
+        """What is drawn of a medium: the visible part as grids of its tokens, one after the other."""
+        return [self.visible_part(medium)]
 
     def engine_image_arguments(self) -> dict[str, Any]:
         """Arguments for transformers' image processor in an engine, so that it computes the trainer's pixels."""

@@ -47,10 +47,8 @@ class TiledEncoder(VisionEncoder):
         return count_squares(height * width // self.side**2) * self.side, self.side
 
     def visible_part(self, medium: np.ndarray) -> np.ndarray:
-        (height, width), side = medium.shape[:2], self.side
-        corners = [(top, left) for top in range(0, height, side) for left in range(0, width, side)]
-        tiles = [medium[top : top + side, left : left + side] for top, left in corners]
-        return np.concatenate(tiles if len(tiles) == 1 else [*tiles, shrink(medium, side, self.filter)])
+        tiles = cut(medium, self.side)
+        return np.concatenate(tiles if len(tiles) == 1 else [*tiles, shrink(medium, self.side, self.filter)])
 
     def pixels(self, array: np.ndarray, device: torch.device | None) -> Tensor:
         """[tiles, 3, side, side]"""
@@ -65,6 +63,13 @@ class TiledEncoder(VisionEncoder):
 def count_squares(tiles: int) -> int:
     """Tiles, and the copy of the image if there are several."""
     return tiles + (tiles > 1)
+
+
+def cut(image: np.ndarray, side: int) -> list[np.ndarray]:
+    """The tiles of an image, row by row."""
+    height, width = image.shape[:2]
+    corners = [(top, left) for top in range(0, height, side) for left in range(0, width, side)]
+    return [image[top : top + side, left : left + side] for top, left in corners]
 
 
 def shrink(image: np.ndarray, side: int, resample: Image.Resampling) -> np.ndarray:
