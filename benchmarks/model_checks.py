@@ -48,8 +48,7 @@ GEMMA_ENGINE = (
 PLAIN_ENGINE = "the plain engine. The CUDA graph engine refuses it. vLLM: [vllm.md](vllm.md#qwen35)"
 TILES = (
     "the tower reads tiles and a small copy of the image. Perturbations act on the image at the size of all tiles, and "
-    "the copy is made from that. The viewer draws maps over tiles and copy, one below the other. No videos. "
-    "`mtrl doctor` does not estimate its memory; the preflight measures it."
+    "the copy is made from that. The viewer draws maps over tiles and copy, one below the other. No videos."
 )
 SOURCES = "The chat format and the names of the marks are those of transformers' code alone."
 FACTS = {
@@ -128,8 +127,7 @@ FACTS = {
         "GLM-4.1V",
         "the plain engine. The CUDA graph engine refuses it. vLLM was not tried and is refused",
         "a checkpoint's limits of pixels count both frames of a patch, so an image has half of them; "
-        f"`dataset.max_pixels` counts those of the image. No videos. `mtrl doctor` does not estimate its memory; "
-        f"the preflight measures it. {SOURCES}",
+        f"`dataset.max_pixels` counts those of the image. No videos. {SOURCES}",
     ),
     "glm4v_moe": Facts(
         "GLM-4.5V",
@@ -148,8 +146,8 @@ FACTS = {
         "the template. Pan and scan (crops of long pictures) is off, as in transformers, and refused if the "
         "checkpoint's image settings ask for it. It takes no videos. Embeddings are multiplied by the root of the "
         "width, rounded to the dtype of the computation, image features are not. The gradients that differ most are "
-        "those of the tower's key biases, which are 0 but for rounding. `mtrl doctor` does not estimate its memory; "
-        "the preflight measures it.",
+        "those of the tower's key biases, which are 0 but for rounding. `mtrl doctor` and the preflight count keys and "
+        "values as if no layer had a window.",
     ),
     "gemma4": Facts(
         "Gemma 4, as small ones are (E2B, E4B)",

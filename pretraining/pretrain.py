@@ -2,7 +2,7 @@
 
     python -m pretraining.pretrain zoo         # teacher.py, minutes on one GPU
     python -m pretraining.pretrain scenes      # scene_teacher.py
-    python -m pretraining.pretrain zoo --family qwen3_5 --out MODEL
+    python -m pretraining.pretrain zoo --family gemma3 --out MODEL      # or another one with images
 
 It is seeded: the same machine and libraries give the same weights. Without --out it replaces the model of the package.
 """
@@ -19,12 +19,15 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_map_only
 
 from mtrl.algorithms.vocab import token_scores
 from mtrl.embedded import scenes
@@ -33,7 +36,6 @@ from mtrl.embedded.scenes import SIDE
 from mtrl.embedded.task import KINDS, TEST_QUESTIONS, VALUES, make_question
 from mtrl.models.backbone import Backbone, prompt_positions, vision_tokens
 from mtrl.models.families import TextEncoder, load_encoder
-from mtrl.models.families.model_family import Features
 from mtrl.models.layout import continue_positions
 from mtrl.models.load_model import load_model
 from mtrl.rollout.local import LocalGenerator
@@ -42,10 +44,11 @@ from mtrl.utils.embedded_models import MODELS
 from pretraining import scene_teacher
 from pretraining.evaluation import evaluate, make_prompts
 from pretraining.teacher import Demonstration, demonstrations
-from pretraining.tiny_checkpoints import QWEN_FAMILIES, make_tiny_checkpoint
+from pretraining.tiny_checkpoints import OTHER_VISION_FAMILIES, VISION_FAMILIES, make_tiny_checkpoint
 
 ADDED_TOKENS = ("<think>", "</think>", "<answer>", "</answer>")
 PACKAGED_FAMILY = "qwen2_5_vl"
+FAMILIES = (*VISION_FAMILIES, *OTHER_VISION_FAMILIES)
 MAX_DEMONSTRATIONS = 3  # per question
 
 
@@ -53,9 +56,8 @@ class Example(NamedTuple):
     """A tokenized question with the responses of the teacher and their probabilities."""
 
     prompt: Tensor  # [L]
-    positions: Tensor  # [3, L]
     is_vision: Tensor  # [L]
-    pixels: Tensor  # [patches, channels] float16
+    inputs: dict[str, Tensor]  # by the prompt encoder, with pixel values in float16
     responses: list[Tensor]
     probabilities: list[float]
 
@@ -65,9 +67,9 @@ class ExampleBatch(NamedTuple):
 
     ids: Tensor  # [N, D, S]
     positions: Tensor  # [N, 3, S]
-    is_vision: Tensor  # [N, S]
+    is_vision: Tensor  # [N, S] on the CPU
     predicts: Tensor  # [N, D, S] positions that predict a response token
-    pixels: Tensor  # [N, patches, channels]
+    images: list[dict[str, Tensor]]  # [N] the inputs of the image encoder; all but pixel values on the CPU
     probabilities: Tensor  # [N, D]
     weights: Tensor  # [N] how often an example is sampled
 
@@ -127,21 +129,20 @@ def make_example(index: int, encoder: TextEncoder, curriculum: Curriculum) -> Ex
     taught = curriculum.demonstrations(question)
     end = encoder.stop_ids[0]
     responses = [torch.tensor([*encoder.tokenizer(each.text)["input_ids"], end]) for each in taught]
-    return Example(
-        prompt.ids, prompt_positions(inputs), vision_tokens(prompt), inputs["pixel_values"].half(), responses,
-        [each.probability for each in taught],
-    )  # fmt: skip
+    inputs["pixel_values"] = inputs["pixel_values"].half()
+    return Example(prompt.ids, vision_tokens(prompt), inputs, responses, [each.probability for each in taught])
 
 
 def make_examples(
     count: int, encoder: TextEncoder, device: torch.device, workers: int, curriculum: Curriculum
 ) -> ExampleBatch:
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # before forking, which a pool of threads does not survive
-    torch.multiprocessing.set_sharing_strategy("file_system")
     with multiprocessing.get_context("fork").Pool(workers, _share, (encoder, curriculum)) as pool:
         examples = pool.map(_make_shared_example, range(count), chunksize=256)
-    torch.set_num_threads(workers)
-    return pad_examples(examples, device, curriculum)
+    torch.set_num_threads(threads)
+    to_tensor = partial(tree_map_only, np.ndarray, torch.from_numpy)
+    return pad_examples(list(map(to_tensor, examples)), device, curriculum)
 
 
 _SHARED: list[tuple[TextEncoder, Curriculum]] = []
@@ -152,27 +153,28 @@ def _share(encoder: TextEncoder, curriculum: Curriculum) -> None:
 
 
 def _make_shared_example(index: int) -> Example:
+    """With arrays in place of tensors, each of which would be a shared file."""
     torch.set_num_threads(1)
-    return Example(*(x.numpy() if isinstance(x, Tensor) else x for x in make_example(index, *_SHARED[0])))  # type: ignore[arg-type]
+    return tree_map_only(Tensor, Tensor.numpy, make_example(index, *_SHARED[0]))
 
 
 def pad_examples(examples: list[Example], device: torch.device, curriculum: Curriculum) -> ExampleBatch:
     ids, positions, predicts = [], [], []
     for example in examples:
-        prompt = torch.as_tensor(example.prompt)
         longest = max(len(response) for response in example.responses)
-        positions.append(continue_positions(torch.as_tensor(example.positions), [longest]).T)
+        positions.append(continue_positions(prompt_positions(example.inputs), [longest]).T)
         missing = MAX_DEMONSTRATIONS - len(example.responses)
         for response in [*example.responses, *[torch.zeros(0, dtype=torch.long)] * missing]:
-            ids.append(torch.cat([prompt, torch.as_tensor(response)]))
+            ids.append(torch.cat([example.prompt, response]))
             predicts.append(torch.zeros(len(ids[-1]), dtype=torch.bool))
-            predicts[-1][len(prompt) - 1 : -1] = True
+            predicts[-1][len(example.prompt) - 1 : -1] = True
     size = max(len(row) for row in positions)
 
     def padded(rows: list[Tensor]) -> Tensor:
         rows = [*rows, torch.zeros(size, *rows[0].shape[1:], dtype=rows[0].dtype)]  # sets the width
         return pad_sequence(rows, batch_first=True)[:-1].to(device)
 
+    pixels = torch.stack([example.inputs["pixel_values"] for example in examples]).to(device)
     weights = [curriculum.weights.get(kind, 1.0) for kind in curriculum.kinds]
     probabilities = [
         [*example.probabilities, *[0.0] * (MAX_DEMONSTRATIONS - len(example.probabilities))] for example in examples
@@ -180,9 +182,9 @@ def pad_examples(examples: list[Example], device: torch.device, curriculum: Curr
     return ExampleBatch(
         padded(ids).unflatten(0, (-1, MAX_DEMONSTRATIONS)),
         padded(positions).transpose(1, 2),
-        padded([torch.as_tensor(example.is_vision) for example in examples]),
+        padded([example.is_vision for example in examples]).cpu(),
         padded(predicts).unflatten(0, (-1, MAX_DEMONSTRATIONS)),
-        torch.stack([torch.as_tensor(example.pixels) for example in examples]).to(device),
+        [example.inputs | {"pixel_values": each} for example, each in zip(examples, pixels, strict=True)],
         torch.tensor(probabilities, device=device),
         torch.tensor([weights[index % len(weights)] for index in range(len(examples))], device=device),
     )
@@ -190,13 +192,10 @@ def pad_examples(examples: list[Example], device: torch.device, curriculum: Curr
 
 def teacher_loss(backbone: Backbone, examples: ExampleBatch, batch: Tensor, demonstration: Tensor) -> Tensor:
     """Mean negative log-prob of the response tokens of one demonstration per example of the batch."""
-    patches_per_side = math.isqrt(examples.pixels.shape[1])
-    grids = ((1, patches_per_side, patches_per_side),) * len(batch)
-    features = backbone.images.run_tower(examples.pixels[batch].flatten(0, 1), grids).pooler_output
+    features = backbone.images.encode([examples.images[index] for index in batch.tolist()], batch.device)
     ids, predicts = examples.ids[batch, demonstration], examples.predicts[batch, demonstration]
-    hidden = backbone.forward_text(
-        ids, examples.positions[batch].transpose(0, 1), examples.is_vision[batch], [Features(features)]
-    )
+    positions, is_vision = examples.positions[batch].transpose(0, 1), examples.is_vision[batch.cpu()]
+    hidden = backbone.forward_text(ids, positions, is_vision, features)
     targets = ids.roll(-1, 1)[predicts]
     return -token_scores(hidden[predicts], backbone.output_matrix, targets, chunk=1 << 20).logp.mean()
 
@@ -263,7 +262,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("task", choices=CURRICULA, nargs="?", default="zoo")
     parser.add_argument("--out", type=Path, help="default: the folder of the packaged model")
-    parser.add_argument("--family", choices=QWEN_FAMILIES, default=PACKAGED_FAMILY, help="another one needs --out")
+    parser.add_argument("--family", choices=FAMILIES, default=PACKAGED_FAMILY, help="another one needs --out")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, help="default: those of the packaged model")
     parser.add_argument("--batch", type=int, help="default: that of the packaged model")

@@ -10,6 +10,7 @@ chat format, image settings, generation config) and about 300,000 parameters.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ OWN_PARTS: dict[str, Any] = {
     "internvl": tiny_internvl,
     "llava_onevision": tiny_onevision,
 }
+ONE_SQUARE = (tiny_gemma, tiny_idefics, tiny_internvl)  # the side of the tower's images may be chosen
 
 
 def make_tiny_checkpoint(
@@ -68,8 +70,9 @@ def make_tiny_checkpoint(
     """Write a loadable Hugging Face directory with random weights; the same arguments give the same bytes.
 
     `layers` have attention and keys; hybrid families have as many recurrent ones between them, whose heads are
-    `recurrent_head` wide (None: as in attention); a small Gemma 4 has two more that share keys. Pixel limits default
-    to 4 and 1280 tokens per image, for images of Qwen and GLM. The tokenizer is trained on `words`, up to `vocabulary`
+    `recurrent_head` wide (None: as in attention); a small Gemma 4 has two more that share keys. Pixel limits default to
+    4 and 1280 tokens per image for Qwen and GLM; the towers of other families read squares of one size, and with
+    `max_pixels` an image of ONE_SQUARE is one such square. The tokenizer is trained on `words`, up to `vocabulary`
     tokens, and each of `added_tokens` is a single token. The caller's random state is not changed.
     """
     if family not in CHECKED_FAMILIES:
@@ -90,8 +93,9 @@ def make_tiny_checkpoint(
     if family in TEXT_FAMILIES:
         config = AutoConfig.for_model(family, **text)
     elif own is not None:
-        limits = {"min_pixels": min_pixels, "max_pixels": max_pixels} if own is tiny_glm else {}
-        more = own.make_config(tokenizer, text, vision_hidden, vision_layers)
+        square = {"side": isqrt(max_pixels)} if max_pixels and own in ONE_SQUARE else {}
+        limits = {"min_pixels": min_pixels, "max_pixels": max_pixels} if own is tiny_glm else square
+        more = own.make_config(tokenizer, text, vision_hidden, vision_layers, **square)
         config = AutoConfig.for_model(model_type(family), **{"text_config": text} | more)
         own.write_settings(directory, **limits)
     else:

@@ -45,15 +45,17 @@ def text_config(hidden: int, heads: int, layers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def make_config(tokenizer: Any, text: dict[str, Any], vision_hidden: int, vision_layers: int) -> dict[str, Any]:
+def make_config(
+    tokenizer: Any, text: dict[str, Any], vision_hidden: int, vision_layers: int, side: int = SIDE
+) -> dict[str, Any]:  # fmt: skip
     """What the configuration has beside that of the text model."""
     vision = {
         "model_type": "siglip_vision_model", "hidden_size": vision_hidden, "intermediate_size": 2 * vision_hidden,
-        "num_hidden_layers": vision_layers, "num_attention_heads": 4, "image_size": SIDE, "patch_size": PATCH,
+        "num_hidden_layers": vision_layers, "num_attention_heads": 4, "image_size": side, "patch_size": PATCH,
         "vision_use_head": False,
     }  # fmt: skip
     marks = {f"{name}_token_index": tokenizer.convert_tokens_to_ids(token) for name, token in MARKS.items()}
-    return {"vision_config": vision, "mm_tokens_per_image": TOKENS, **marks}
+    return {"vision_config": vision, "mm_tokens_per_image": count_tokens(side), **marks}
 
 
 @torch.no_grad()
@@ -63,14 +65,18 @@ def fill_weights(model: Any) -> None:
         model.model.multi_modal_projector.mm_input_projection_weight.normal_(std=model.config.initializer_range)
 
 
-def write_settings(directory: Path) -> None:
+def count_tokens(side: int) -> int:
+    return TOKENS * side**2 // SIDE**2
+
+
+def write_settings(directory: Path, side: int = SIDE) -> None:
     """Write the settings of images and of the processor with the keys of the published checkpoints."""
     images = {
         "image_processor_type": "Gemma3ImageProcessor", "processor_class": "Gemma3Processor",
-        "size": {"height": SIDE, "width": SIDE}, "resample": 2, "do_pan_and_scan": None, "do_resize": True,
+        "size": {"height": side, "width": side}, "resample": 2, "do_pan_and_scan": None, "do_resize": True,
         "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5], "image_seq_length": TOKENS,
+        "image_std": [0.5, 0.5, 0.5], "image_seq_length": count_tokens(side),
     }  # fmt: skip
     (directory / "preprocessor_config.json").write_text(json.dumps(images, indent=2) + "\n")
-    processor = {"processor_class": "Gemma3Processor", "image_seq_length": TOKENS}
+    processor = {"processor_class": "Gemma3Processor", "image_seq_length": count_tokens(side)}
     (directory / "processor_config.json").write_text(json.dumps(processor, indent=2) + "\n")

@@ -11,7 +11,6 @@ from tokenizers import AddedToken
 from mtrl.models.tiny_tokenizer import TURNS
 
 SIDE, PATCH, MOST_TILES = 56, 14, 12
-TOKENS = (SIDE // PATCH // 2) ** 2  # of a tile: four patches make one
 MARKS = {
     "start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
     "video_token": "<video>",
@@ -25,25 +24,39 @@ def add_tokens(tokenizer: Any) -> None:
     tokenizer.chat_template = TEMPLATE
 
 
-def make_config(tokenizer: Any, text: dict[str, Any], vision_hidden: int, vision_layers: int) -> dict[str, Any]:
+def make_config(
+    tokenizer: Any, text: dict[str, Any], vision_hidden: int, vision_layers: int, side: int = SIDE
+) -> dict[str, Any]:  # fmt: skip
     """What the configuration has beside that of the text model."""
     vision = {
         "hidden_size": vision_hidden, "intermediate_size": 2 * vision_hidden, "num_hidden_layers": vision_layers,
-        "num_attention_heads": 4, "image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH],
+        "num_attention_heads": 4, "image_size": [side, side], "patch_size": [PATCH, PATCH],
     }  # fmt: skip
     mark = tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>")
-    return {"vision_config": vision, "image_token_id": mark, "image_seq_length": TOKENS, "tie_word_embeddings": True}
+    return {
+        "vision_config": vision,
+        "image_token_id": mark,
+        "image_seq_length": count_tokens(side),
+        "tie_word_embeddings": True,
+    }
 
 
-def write_settings(directory: Path) -> None:
-    """Write the settings of images and of the processor with the keys of the published checkpoints."""
+def count_tokens(side: int) -> int:
+    """Of a tile: four patches make one."""
+    return (side // PATCH // 2) ** 2
+
+
+def write_settings(directory: Path, side: int | None = None) -> None:
+    """Write the settings of images and of the processor with the keys of the published checkpoints. With a `side` an
+    image is one tile of this size, otherwise several."""
+    most, side = 1 if side else MOST_TILES, side or SIDE
     images = {
         "image_processor_type": "GotOcr2ImageProcessor", "processor_class": "InternVLProcessor",
-        "size": {"height": SIDE, "width": SIDE}, "resample": 3, "crop_to_patches": False, "min_patches": 1,
-        "max_patches": MOST_TILES, "do_resize": True, "do_convert_rgb": True, "do_rescale": True,
+        "size": {"height": side, "width": side}, "resample": 3, "crop_to_patches": False, "min_patches": 1,
+        "max_patches": most, "do_resize": True, "do_convert_rgb": True, "do_rescale": True,
         "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": [0.485, 0.456, 0.406],
         "image_std": [0.229, 0.224, 0.225],
     }  # fmt: skip
     (directory / "preprocessor_config.json").write_text(json.dumps(images, indent=2) + "\n")
-    processor = {"processor_class": "InternVLProcessor", "image_seq_length": TOKENS}
+    processor = {"processor_class": "InternVLProcessor", "image_seq_length": count_tokens(side)}
     (directory / "processor_config.json").write_text(json.dumps(processor, indent=2) + "\n")

@@ -28,7 +28,7 @@ def add_tokens(tokenizer: Any) -> None:
     tokenizer.chat_template = TEMPLATE
 
 
-def make_config(tokenizer: Any, hidden: int, vision_hidden: int, vision_layers: int) -> dict[str, Any]:
+def make_config(tokenizer: Any, text: dict[str, Any], vision_hidden: int, vision_layers: int) -> dict[str, Any]:
     """What the configuration has beside that of the text model."""
     vision = {
         "model_type": "siglip_vision_model", "hidden_size": vision_hidden, "intermediate_size": 2 * vision_hidden,

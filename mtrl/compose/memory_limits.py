@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 
 import torch
 
 from mtrl.compose import algorithm
 from mtrl.compose.critic_worker import critic_path
+from mtrl.compose.policy import model_path
 from mtrl.config import Config
 from mtrl.memory.kept_layers import KeepableLayers, choose_kept_layers, full_speed_tokens
 from mtrl.memory.pass_sizes import PassSizes, fit_passes
@@ -18,7 +19,7 @@ from mtrl.memory.plan import Plan, VllmShare, list_savings
 from mtrl.memory.preflight import ADAM_STATES, Limits, preflight
 from mtrl.memory.shard_sizes import Split
 from mtrl.models.activation_checkpointing import keepable_layers, vision_layers
-from mtrl.models.families import load_model_config
+from mtrl.models.families import TextEncoder, load_encoder, load_model_config
 from mtrl.models.forward import Forward
 from mtrl.models.model_size import reward_model_parameters
 from mtrl.protocols import Generator
@@ -88,6 +89,20 @@ def make_plan(config: Config, on_gpu: bool, device_bytes: int = 0) -> Plan:
         reference_in_update=spec.loss.full_divergence,
         critic=load_model_config(critic_path(config), trusted) if "values" in spec.needs else None,
         trust_remote_code=trusted,
+        make_encoder=cache(partial(load_limited_encoder, config)),
+    )
+
+
+def load_limited_encoder(config: Config, max_pixels: int) -> TextEncoder:
+    """The checkpoint's encoder with another limit of pixels. It makes no prompts of the run."""
+    model, data = config.worker.actor.model, config.dataset
+    return load_encoder(
+        model_path(config),
+        tokenizer_path=model.tokenizer_path,
+        min_pixels=data.min_pixels,
+        max_pixels=max_pixels,
+        chat_template=data.override_chat_template,
+        trust_remote_code=model.trust_remote_code,
     )
 
 

@@ -1,8 +1,9 @@
 """A model with shapes and no numbers, to count the memory of its passes.
 
 It consists of torch's fake tensors: every operation runs and none computes, so a pass of a large model at its real
-width takes neither its memory nor its time. It needs only config.json. `cut` keeps a few of its layers: activations
-grow by the same amount with each layer, so the memory of all layers can be extrapolated.
+width takes neither its memory nor its time. It needs config.json, and where an image is squares of a fixed size also
+the checkpoint's image settings and tokenizer. `cut` keeps a few of its layers: activations grow by the same amount with
+each layer, so the memory of all layers can be extrapolated.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mtrl.memory.live_tensors import LiveTensors
@@ -22,10 +23,11 @@ from mtrl.models.activation_checkpointing import enable_activation_checkpointing
 from mtrl.models.adapters import ADAPTER, AdapterSettings, adapter_layers, inject_adapters
 from mtrl.models.backbone import Backbone, check_supported
 from mtrl.models.document_mask import DocumentMask, MaskRule
-from mtrl.models.families import QwenVLFamily, TextEncoder, describe_error, find_family
-from mtrl.models.families.model_family import Features
+from mtrl.models.families import QwenVLFamily, TextEncoder, UndescribedFamily, describe_error, find_family
+from mtrl.models.families.model_family import Features, ModelFamily
+from mtrl.models.families.qwen_tower import QwenImageEncoder
 from mtrl.models.families.vision import rotary_positions
-from mtrl.models.load_model import DTYPES, find_model_class
+from mtrl.models.load_model import DTYPES, build_uninitialized
 from mtrl.models.patches import use_padded_mlps
 from mtrl.protocols import ImageSettings
 from mtrl.types import TEXT_POOL, VISION_POOL, Prompt, Task
@@ -45,26 +47,30 @@ class FakeModel:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         try:
             with self.mode:
-                self.model: Any = find_model_class(config).from_config(config, dtype=dtype, **options).eval()
+                self.model: Any = build_uninitialized(config, dtype=dtype, **options)
         except Exception as error:  # contradictory numbers in a config.json end in any error
             raise ValueError(f"no model can be built from its config.json: {describe_error(error)}") from error
         check_supported(self.model)
         family = find_family(config)
+        if isinstance(family, UndescribedFamily):
+            raise NotEstimated(
+                f"the memory of models of the family {config.model_type!r}, which is not described, is not estimated; "
+                "a run measures it on the GPU before its first step"
+            )
         self.tower: Any = family.find_vision_tower(self.model)
         if self.tower is not None:
-            if not isinstance(family, QwenVLFamily):
-                raise NotEstimated(f"the memory of models of the family {config.model_type!r} is not estimated")
             self.tower.requires_grad_(plan.train_vision)
         if plan.adapters is not None:
             self._add_adapters(plan.adapters)
         self.language_model: Any = family.find_language_model(self.model)
         self.layers = self.language_model.layers
         self.blocks: Any = family.find_vision_layers(self.model)
-        self.encoder = FakeEncoder(self)
+        self.encoder = make_fake_encoder(self, family, plan)
         if self.tower is not None:
+            self._holder, self._name = find_place(self.blocks, self.tower)
             if self._deepstack:  # layers that remain after a cut
                 self.tower.deepstack_visual_indexes = list(range(self._deepstack))
-            if plan.on_gpu and plan.compute_bytes == 2:  # as in Backbone
+            if plan.on_gpu and plan.compute_bytes == 2 and isinstance(family, QwenVLFamily):  # as in Backbone
                 use_padded_mlps(self.tower)
         enable_activation_checkpointing(self.model, plan.checkpointing)
         if plan.compiled:
@@ -79,7 +85,7 @@ class FakeModel:
             for layer in adapter_layers(self.model):
                 for linear in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
                     weight = torch.empty(linear.weight.shape, dtype=linear.weight.dtype)
-                    linear.weight = torch.nn.Parameter(weight)
+                    linear.weight = nn.Parameter(weight)
 
     @property
     def depth(self) -> tuple[int, int]:
@@ -105,13 +111,20 @@ class FakeModel:
     def cut(self, layers: int, blocks: int) -> None:
         self.language_model.layers = self.layers[:layers]
         if self.tower is not None:
-            self.tower.blocks = self.blocks[:blocks]
+            setattr(self._holder, self._name, self.blocks[:blocks])
 
     def fill_gradients(self) -> None:
         """Give every trainable parameter a gradient, as after an earlier pass."""
         with self.mode:
             for parameter in self.model.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+
+
+def find_place(part: Any, whole: nn.Module) -> tuple[nn.Module, str]:
+    """The module that holds a part, and under which name."""
+    return next(
+        (module, name) for module in whole.modules() for name, child in module.named_children() if child is part
+    )
 
 
 def disable_cast_cache(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -169,6 +182,15 @@ class FakeBackbone(Backbone):
             return torch.ones(sequences, 1, size, size, dtype=torch.bool)
 
 
+def make_fake_encoder(fake: FakeModel, family: ModelFamily, plan: Plan) -> TextEncoder:
+    """For text models, and for towers that read grids of patches, by config.json alone."""
+    if fake.tower is None or issubclass(family.image_encoder, QwenImageEncoder):
+        return FakeEncoder(fake)
+    if plan.make_encoder is None:
+        raise NotEstimated("its images are not known without the checkpoint's tokenizer and image settings")
+    return LoadedEncoder(plan.make_encoder(plan.limits.max_pixels), fake.mode)
+
+
 class FakeEncoder(TextEncoder):
     """Makes prompts of the right shape, without a tokenizer."""
 
@@ -201,6 +223,35 @@ class FakeEncoder(TextEncoder):
                 inputs["pixel_values"] = torch.ones(patches, self.patch_numbers)
             inputs["image_grid_thw"] = torch.tensor(grids)
         return inputs
+
+    def decode(self, ids: Sequence[int] | Tensor) -> str:
+        return ""
+
+
+class LoadedEncoder(TextEncoder):
+    """Makes prompts by the encoder of a checkpoint, with pixel values of the same shapes."""
+
+    def __init__(self, encoder: TextEncoder, mode: FakeTensorMode) -> None:
+        self.encoder, self.mode, self.stop_ids, self.pad_id = encoder, mode, (), 0
+        self.image_settings = encoder.image_settings
+        self._last: tuple[Prompt | None, dict[str, Tensor]] = (None, {})
+
+    def largest_image(self, tokens: int) -> tuple[int, int]:
+        return self.encoder.largest_image(tokens)
+
+    def encode(self, task: Task, media: Sequence[np.ndarray]) -> Prompt:
+        return self.encoder.encode(task, media)
+
+    def inputs(
+        self, prompt: Prompt, media: Sequence[np.ndarray] | None = None, device: torch.device | None = None
+    ) -> dict[str, Tensor]:
+        if self._last[0] is not prompt:  # all prompts of a pass are one
+            self._last = prompt, self.encoder.inputs(prompt)
+        with self.mode:
+            return {
+                name: torch.ones(each.shape) if each.is_floating_point() else each
+                for name, each in self._last[1].items()
+            }
 
     def decode(self, ids: Sequence[int] | Tensor) -> str:
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from mtrl.memory.preflight import ADAM_STATES, Limits
 from mtrl.memory.shard_sizes import Split
 from mtrl.models.activation_checkpointing import Checkpointing
 from mtrl.models.adapters import AdapterSettings
+from mtrl.models.families import TextEncoder
 from mtrl.models.load_model import DTYPES
 from mtrl.workers.micro_batches import MicroBatching
 
@@ -50,6 +52,7 @@ class Plan:
     offload_reference: bool = False  # in CPU memory except while it is read
     reference_in_update: bool = False
     trust_remote_code: bool = False
+    make_encoder: Callable[[int], TextEncoder] | None = None  # the checkpoint's, from the limit of pixels
     split: Split | None = None  # over ranks; the estimate is for one of them
     offloaded_split: Split | None = None  # the same with `cpu_offload`
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
 from mtrl.models.adapters import merge_saved_adapters
@@ -64,6 +65,15 @@ def build_empty(kind: Any, config: PreTrainedConfig, **options: Any) -> Any:
     """The model of a configuration on the meta device."""
     with LOADING, torch.device("meta"):
         return kind.from_config(config, **options).eval()
+
+
+def build_uninitialized(config: PreTrainedConfig, **options: Any) -> Any:
+    """The model of a configuration with any values in its weights: fake tensors, of which initial values of others
+    would be computed, have none."""
+    with LOADING, no_init_weights():
+        model = find_model_class(config).from_config(config, **options).eval()
+    model.tie_weights()
+    return model
 
 
 def _make_options(

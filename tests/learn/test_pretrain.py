@@ -1,5 +1,6 @@
 """Pretraining: its examples are those of the shipped model, and the command makes a checkpoint that loads."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -7,10 +8,13 @@ import pytest
 import torch
 
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
+from mtrl.embedded.task import make_question
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder
 from mtrl.models.load_model import load_model
+from mtrl.models.parity import plain_inputs, row_log_probs
 from pretraining import pretrain
+from pretraining.evaluation import make_prompts
 
 
 def test_the_shipped_model_knows_its_lessons():
@@ -23,7 +27,7 @@ def test_the_shipped_model_knows_its_lessons():
     looking = torch.ones(40, dtype=torch.long)  # the teacher's second kind of answer: it looks and names what it sees
     with torch.no_grad():
         known = float(pretrain.teacher_loss(backbone, examples, torch.arange(40), looking))
-        unseen = examples._replace(pixels=examples.pixels.roll(1, 0))  # each question with its neighbour's picture
+        unseen = examples._replace(images=[*examples.images[1:], examples.images[0]])  # its neighbour's picture
         blind = float(pretrain.teacher_loss(backbone, unseen, torch.arange(40), looking))
     assert known < 0.2 < blind
 
@@ -53,14 +57,42 @@ def test_the_command_makes_a_checkpoint(is_tiny, tmp_path, monkeypatch):
     assert load_encoder(tmp_path).fingerprint() == load_encoder(MODEL_DIRECTORY).fingerprint()
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "smolvlm", "internvl", "glm4v"])
+def test_the_loss_is_that_of_transformers(family, tmp_path):
+    """By its own forward of each row, with the images, positions and masks of the family."""
+    curriculum = replace(pretrain.CURRICULA["zoo"], model_shape=TINY)
+    start = pretrain.make_start(tmp_path, family, curriculum, seed=0)
+    encoder, plain = load_encoder(start), load_model(start)
+    for weight in plain.parameters():  # a random model of this size hardly looks at the picture
+        weight.data *= 5 if weight.dim() > 1 else 1
+    backbone = Backbone(copy.deepcopy(plain))
+    made = [pretrain.make_example(index, encoder, curriculum) for index in range(3)]
+    examples = pretrain.pad_examples(made, torch.device("cpu"), curriculum)
+    theirs = []
+    for index, example in enumerate(made):
+        (prompt,) = make_prompts([make_question("train", index)], encoder)
+        row = plain_inputs(encoder.inputs(prompt), prompt, example.responses[1])
+        theirs.append(row_log_probs(plain, row, example.responses[1], forbidden_ids=()))
+    with torch.no_grad():
+        loss = pretrain.teacher_loss(backbone, examples, torch.arange(3), torch.ones(3, dtype=torch.long))
+        unseen = examples._replace(images=[*examples.images[1:], examples.images[0]])
+        other = pretrain.teacher_loss(backbone, unseen, torch.arange(3), torch.ones(3, dtype=torch.long))
+    torch.testing.assert_close(loss, -torch.cat(theirs).mean(), rtol=0, atol=5e-5)
+    assert abs(other - loss) > 1e-3, "another picture changes it"
+
+
 @pytest.mark.slow
-def test_another_family(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3", "smolvlm"])
+def test_another_family(family, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(pretrain.CURRICULA, "zoo", replace(pretrain.CURRICULA["zoo"], model_shape=TINY))
-    words = ("--family", "qwen3_5", "--steps", "2", "--batch", "4", "--examples", "20", "--questions", "2")
+    words = ("--family", family, "--steps", "2", "--batch", "4", "--examples", "20", "--questions", "2")
     made(tmp_path, *words)
-    model = load_model(tmp_path, dtype="bf16")
-    assert model.config.model_type == "qwen3_5" and model.config.text_config.num_hidden_layers == 2
-    assert load_encoder(tmp_path).target_size(56, 56) == (64, 64)  # as many tokens as in the packaged model
+    model, encoder = load_model(tmp_path, dtype="bf16"), load_encoder(tmp_path)
+    assert model.config.model_type == family and model.config.text_config.num_hidden_layers == 2
+    side = 64 if family == "qwen3_5" else 56
+    assert encoder.target_size(56, 56) == (side, side)  # as many tokens as in the packaged model
+    (blank,) = make_prompts([make_question("test", 0)], encoder, blank=True)
+    assert len(Backbone(model).encode_images([encoder.inputs(blank)])[0].embeds) == 4, "grey is not padding"
     with pytest.raises(SystemExit):
         pretrain.main([*words, "--device", "cpu"])
     assert "give it a folder with --out" in capsys.readouterr().err

@@ -35,7 +35,7 @@ from mtrl.utils.errors import StartError
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
-from pretraining.tiny_checkpoints import make_tiny_checkpoint
+from pretraining.tiny_checkpoints import QWEN_FAMILIES, make_tiny_checkpoint
 
 GIB, MIB = 2**30, 2**20
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -182,7 +182,8 @@ def test_the_passes_of_an_update():
 # ------------------------------------------------------------------------------------------------- against real passes
 def deep_checkpoint(directory, family):
     """Eight layers, with the proportions of a large model, which tiny ones have not."""
-    return make_tiny_checkpoint(directory, family, hidden=128, layers=8, vision_layers=8, max_pixels=10**8)
+    limits = {"max_pixels": 10**8} if family in QWEN_FAMILIES else {}
+    return make_tiny_checkpoint(directory, family, hidden=128, layers=8, vision_layers=8, **limits)
 
 
 def real_forward(path, plan: Plan) -> Forward:
@@ -191,7 +192,7 @@ def real_forward(path, plan: Plan) -> Forward:
         model.model.visual.requires_grad_(False)
     backbone = Backbone(model, DTYPES[plan.compute])
     enable_activation_checkpointing(model, plan.checkpointing)
-    return Forward(backbone, load_encoder(path))
+    return Forward(backbone, load_encoder(path, max_pixels=LIMITS.max_pixels))
 
 
 def preflight_arguments(forward: Forward) -> tuple[Forward, PromptEncoder, Limits, LocalGenerator]:
@@ -207,6 +208,10 @@ CASES = [
     pytest.param("qwen2_5_vl", {"compute": "bf16", "checkpointing": True}, id="narrow", marks=pytest.mark.slow),
     pytest.param("qwen2_5_vl", {"train_vision": False}, id="frozen tower", marks=pytest.mark.slow),
     pytest.param("qwen2_vl", {}, id="qwen2_vl", marks=pytest.mark.slow),
+    pytest.param("gemma3", {"checkpointing": True}, id="windows and image blocks", marks=pytest.mark.slow),
+    pytest.param("internvl", {}, id="tiles", marks=pytest.mark.slow),
+    pytest.param("smolvlm", {"compute": "bf16"}, id="tiles, narrow", marks=pytest.mark.slow),
+    pytest.param("glm4v", {}, id="glm4v", marks=pytest.mark.slow),
 ]
 
 
@@ -214,7 +219,8 @@ CASES = [
 def test_the_bytes_of_eight_layers_follow_from_a_few(family, settings, tmp_path, monkeypatch):
     """An estimate of 2 and 4 layers without numbers against the tensors of real passes of 8, on the CPU."""
     monkeypatch.setattr(memory, "MEASURED_LAYERS", 0)
-    path, plan = deep_checkpoint(tmp_path, family), Plan(LIMITS, **settings)
+    path = deep_checkpoint(tmp_path, family)
+    plan = Plan(LIMITS, make_encoder=lambda max_pixels: load_encoder(path, max_pixels=max_pixels), **settings)
     found = estimate(load_model_config(str(path)), plan)
     assert "extrapolated to 8" in found.method
     forward = real_forward(path, plan)
