@@ -8,26 +8,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtrl.algorithms.vocab import top_p_top_k
-from mtrl.rollout.decode.buffers import AttentionPieces, Mode, Rows, Rules, SlotTable, Tiles
-from mtrl.rollout.decode.fused_weights import DecodeLayer
-from mtrl.rollout.decode.layers import Shape
+from mtrl.rollout.decode.buffers import AttentionPieces, KeysAndValues, Mode, Rows, Rules, SlotTable, Tiles
+from mtrl.rollout.decode.fused_weights import AttentionWeights
+from mtrl.rollout.decode.layers import Attention, Norm
 
 
-def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _rms(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)).to(x.dtype) * weight
 
 
 def embed_norm(
-    slot: Tensor, token: Tensor, table: Tensor, weight: Tensor, residual: Tensor, out: Tensor, eps: float
+    slot: Tensor, token: Tensor, table: Tensor, weight: Tensor, residual: Tensor, out: Tensor, norm: Norm
 ) -> None:
     residual.copy_(table[token[slot.long()].long()])
-    out.copy_(_rms(residual, weight, eps))
+    out.copy_(_rms(residual, weight, norm))
 
 
-def add_norm(update: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
+def add_norm(update: Tensor, residual: Tensor, weight: Tensor, out: Tensor, norm: Norm) -> None:
     residual += update
-    out.copy_(_rms(residual, weight, eps))
+    out.copy_(_rms(residual, weight, norm))
 
 
 def silu_mul(both: Tensor, out: Tensor) -> None:
@@ -36,14 +36,14 @@ def silu_mul(both: Tensor, out: Tensor) -> None:
 
 
 def rotate_write(
-    qkv: Tensor, layer: DecodeLayer, shape: Shape, angles: tuple[Tensor, Tensor], slot: Tensor, rows: Rows,
-    query: Tensor, keys: Tensor, values: Tensor,
+    qkv: Tensor, weights: AttentionWeights, kind: Attention, norm: Norm, angles: tuple[Tensor, Tensor], slot: Tensor,
+    rows: Rows, query: Tensor, keys: Tensor, values: Tensor,
 ) -> None:  # fmt: skip
-    projected = qkv if layer.bias is None else qkv + layer.bias
-    heads = projected.unflatten(-1, (-1, shape.head_dim))
-    q, k, v = heads.split([shape.heads, shape.key_heads, shape.key_heads], 1)
-    if layer.query_norm is not None and layer.key_norm is not None:
-        q, k = _rms(q, layer.query_norm, shape.eps), _rms(k, layer.key_norm, shape.eps)
+    projected = qkv if weights.bias is None else qkv + weights.bias
+    heads = projected.unflatten(-1, (-1, kind.head_dim))
+    q, k, v = heads.split([kind.heads, kind.key_heads, kind.key_heads], 1)
+    if weights.query_norm is not None and weights.key_norm is not None:
+        q, k = _rms(q, weights.query_norm, norm), _rms(k, weights.key_norm, norm)
     position, kv_index = rows.position[slot.long()].long(), rows.kv_index[slot.long()].long()
     cos, sin = (wave[position][:, None].repeat(1, 1, 2) for wave in angles)
     query.copy_(_rotated(q, cos, sin))
@@ -56,8 +56,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attend(
-    query: Tensor, prompts: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], table: SlotTable, rows: Rows,
-    shape: Shape, pieces: AttentionPieces, out: Tensor,
+    query: Tensor, kind: Attention, cache: KeysAndValues, table: SlotTable, rows: Rows, pieces: AttentionPieces,
+    out: Tensor,
 ) -> None:  # fmt: skip
     """Attends row by row over all keys at once; rows without a response become zeros."""
     out.zero_()
@@ -70,9 +70,9 @@ def attend(
             continue
         k, v = (
             torch.cat([shared[low:high], mine[first : first + count]]).transpose(0, 1)
-            for shared, mine in zip(prompts, own, strict=True)
+            for shared, mine in zip(cache.prompts, cache.own, strict=True)
         )
-        attended = F.scaled_dot_product_attention(query[row][:, None], k, v, enable_gqa=True)
+        attended = F.scaled_dot_product_attention(query[row][:, None], k, v, scale=kind.scale, enable_gqa=True)
         out[row] = attended.flatten()
 
 

@@ -16,7 +16,8 @@ from mtrl.protocols import PromptEncoder
 from mtrl.rollout.decode.arena import GROWTH
 from mtrl.rollout.decode.buffers import Buffers, Mode, Room
 from mtrl.rollout.decode.engine import bucket_size, prompts_at_once, read_prompts
-from mtrl.rollout.decode.layers import Shape, decoder_shape, explain_unsupported
+from mtrl.rollout.decode.explain import explain_not_chosen
+from mtrl.rollout.decode.layers import Shape, decoder_shape
 from mtrl.rollout.decode.step import Ops, Step
 from mtrl.rollout.local import ROWS_AT_ONCE, LocalGenerator
 from mtrl.types import Prompt, Sampling
@@ -80,7 +81,7 @@ def count_graph_engine(model: Any, compute: torch.dtype, batch: Batch, on_gpu: b
         step = Step(weights, buffers, bucket_size(room.slots), Mode(False, cuts, cuts), Ops(None, None))
         allocated = live.now
     del step
-    cache = sum(each.nbytes for each in vars(buffers.cache).values())
+    cache = sum(each.nbytes for kept in buffers.cache.values() for each in (*kept.prompts, *kept.own))
     return {
         "own copy of the weights": sum(copied.values()) * compute.itemsize,
         "keys and values": cache,
@@ -91,18 +92,19 @@ def count_graph_engine(model: Any, compute: torch.dtype, batch: Batch, on_gpu: b
 
 @dataclass(frozen=True)
 class Shapes:
-    """The attributes of DecodeWeights that buffers need."""
+    """The attributes of DecodeWeights that the buffers of a step need."""
 
     shape: Shape
     dtype: torch.dtype
     rank: int = 0  # adapters are small
 
     def angles(self, positions: int) -> tuple[Tensor, Tensor]:
-        cos, sin = torch.empty(2, positions, self.shape.head_dim // 2, dtype=self.dtype, device=META)
+        width = self.shape.layers[0].attention.head_dim // 2
+        cos, sin = torch.empty(2, positions, width, dtype=self.dtype, device=META)
         return cos, sin
 
 
 def supports_graphs(model: Any) -> bool:
-    """Whether the graph engine knows the layers of this model."""
+    """Whether the graph engine decodes this model on a GPU."""
     lm = find_family(model.config).find_language_model(model)
-    return explain_unsupported(lm, model.get_output_embeddings()) is None
+    return explain_not_chosen(lm, model.get_output_embeddings()) is None

@@ -54,6 +54,8 @@ def count_bytes(holder) -> int:
             found[each.untyped_storage()._cdata] = each.untyped_storage().nbytes()
         elif isinstance(each, dict):
             waiting += each.values()
+        elif isinstance(each, tuple | list):
+            waiting += each
         elif hasattr(each, "__dict__"):
             waiting += vars(each).values()
     return sum(found.values())

@@ -12,7 +12,7 @@ from torch import Tensor
 from mtrl.models.device_copy import to_device
 from mtrl.rollout.decode.arena import Arena, make_arena, round_up
 from mtrl.rollout.decode.fused_weights import DecodeWeights
-from mtrl.rollout.decode.layers import Shape
+from mtrl.rollout.decode.layers import Attention
 
 MEMBERS = 8  # the most rows that read their prompt together
 PIECE = 256  # the fewest prompt tokens in a piece of attention
@@ -187,14 +187,21 @@ class SlotTable:
             buffer.copy_(to_device(torch.tensor(value, dtype=torch.int32), buffer.device))
 
 
+@dataclass(frozen=True)
 class KeysAndValues:
-    """[layers, tokens, key heads, width]: of the prompts, one after the other, and of the responses by slot."""
+    """Those of a layer, [tokens, key heads, width] each: of the prompts, one after the other, and of the responses by
+    slot."""
 
-    def __init__(self, room: Room, shape: Shape, dtype: torch.dtype, arena: Arena) -> None:
-        sizes = (room.prompt_tokens, room.prompt_tokens, (room.slots + 1) * room.new, (room.slots + 1) * room.new)
-        self.prompt_keys, self.prompt_values, self.own_keys, self.own_values = (
-            arena.empty(dtype, shape.layers, size, shape.key_heads, shape.head_dim) for size in sizes
-        )
+    prompts: tuple[Tensor, Tensor]
+    own: tuple[Tensor, Tensor]
+
+    @classmethod
+    def allocate(cls, room: Room, kind: Attention, dtype: torch.dtype, arena: Arena) -> KeysAndValues:
+        def pair(tokens: int) -> tuple[Tensor, Tensor]:
+            size = tokens, kind.key_heads, kind.head_dim
+            return arena.empty(dtype, *size), arena.empty(dtype, *size)
+
+        return cls(pair(room.prompt_tokens), pair((room.slots + 1) * room.new))
 
 
 @dataclass(frozen=True)
@@ -245,6 +252,9 @@ class Buffers:
         self.room, self.device, self.arena = room, device, make_arena(device)
         self.rows = Rows(room, device)
         self.rules = Rules(weights.shape.vocabulary, device)
-        self.cache = KeysAndValues(room, weights.shape, weights.dtype, self.arena)
+        self.cache = {  # by the number of the layer
+            i: KeysAndValues.allocate(room, layer.attention, weights.dtype, self.arena)
+            for i, layer in enumerate(weights.shape.layers)
+        }
         self.cos, self.sin = weights.angles(room.positions)
         self.scratch = ScratchBuffers(self.arena)

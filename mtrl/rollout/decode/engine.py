@@ -17,8 +17,8 @@ from mtrl.models.device_copy import to_device
 from mtrl.protocols import PromptEncoder
 from mtrl.rollout.decode.arena import round_up
 from mtrl.rollout.decode.buffers import Buffers, Mode, Room
+from mtrl.rollout.decode.explain import explain_not_chosen
 from mtrl.rollout.decode.fused_weights import DecodeWeights
-from mtrl.rollout.decode.layers import explain_unsupported
 from mtrl.rollout.decode.row_queue import EndedRows, Poll, RowQueue
 from mtrl.rollout.decode.step import Ops, Step, triton_ops
 from mtrl.rollout.local import ROWS_AT_ONCE, Decoded, LocalGenerator, explain_non_finite
@@ -41,14 +41,7 @@ def explain_local_engine(backbone: Backbone) -> str | None:
         triton_ops()
     except ImportError:
         return "Triton is not installed (pip install triton)"
-    return explain_unsupported_model(backbone)
-
-
-def explain_unsupported_model(backbone: Backbone) -> str | None:
-    """Why this engine cannot decode a model on any device; None if it can on a GPU."""
-    if not backbone.is_causal:
-        return "sliding windows and image blocks are not supported"
-    return explain_unsupported(backbone.language_model, backbone.model.get_output_embeddings())
+    return explain_not_chosen(backbone.language_model, backbone.model.get_output_embeddings())
 
 
 def make_fastest_generator(backbone: Backbone, encoder: PromptEncoder) -> LocalGenerator:
@@ -172,9 +165,9 @@ class GraphGenerator(LocalGenerator):
         real = (torch.arange(hidden.shape[1]) < lengths[:, None]).flatten().nonzero().flatten().to(device)
         span = slice(start, start + len(real))
         layers: Any = cache.layers
-        for i, layer in enumerate(layers):
-            for target, source in ((store.prompt_keys, layer.keys), (store.prompt_values, layer.values)):
-                target[i, span] = source.transpose(1, 2).flatten(0, 1)[real].to(target.dtype)
+        for i, kept in store.items():
+            for target, source in zip(kept.prompts, (layers[i].keys, layers[i].values), strict=True):
+                target[span] = source.transpose(1, 2).flatten(0, 1)[real].to(target.dtype)
         return hidden[torch.arange(len(prompts), device=device), (lengths - 1).to(device)]
 
     # -------------------------------------------------------------------------------------------------------- decoding

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from mtrl.models.families import find_family
 from mtrl.rollout.decode.arena import make_arena, round_up
-from mtrl.rollout.decode.layers import Shape, base_layer, decoder_shape, explain_unsupported, lora_adapters, projections
+from mtrl.rollout.decode.explain import explain_unsupported
+from mtrl.rollout.decode.layers import base_layer, decoder_shape, lora_adapters, projections
 
 ALIGNED = 8  # the rank of adapters is rounded up to it, since products with odd rows are slow
 
@@ -30,26 +31,34 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class DecodeLayer:
-    norm: Tensor
-    qkv: Tensor
-    bias: Tensor | None
+class Projection:
+    """Linear projections of the same input, fused, without their biases."""
+
+    weight: Tensor  # [out, in], one projection after the other
+    adapter: LowRank | None = None
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    qkv: Projection
+    bias: Tensor | None  # of `qkv`
     query_norm: Tensor | None
     key_norm: Tensor | None
-    out: Tensor
-    mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
-    qkv_adapter: LowRank | None = None
-    out_adapter: LowRank | None = None
-    gate_up_adapter: LowRank | None = None
-    down_adapter: LowRank | None = None
+    out: Projection
 
-    @property
-    def rank(self) -> int:
-        """The highest of its adapters."""
-        adapters = self.qkv_adapter, self.out_adapter, self.gate_up_adapter, self.down_adapter
-        return max((each.rank for each in adapters if each is not None), default=0)
+
+@dataclass(frozen=True)
+class MlpWeights:
+    gate_up: Projection
+    down: Projection
+
+
+@dataclass(frozen=True)
+class DecodeLayer:
+    norm: Tensor
+    attention: AttentionWeights
+    mlp_norm: Tensor
+    mlp: MlpWeights
 
 
 class DecodeWeights:
@@ -71,40 +80,40 @@ class DecodeWeights:
         self.padded: list[Tensor] = []  # tensors that have zeros around their copies
         self._modules = lm.layers
         self._adapters = self._list_adapters()
+        self.rank = 0  # the highest of fused adapters
+        self.shape = replace(decoder_shape(lm), vocabulary=len(model.get_output_embeddings().weight))
         self.layers = [self._layer(layer) for layer in lm.layers]
-        self.rank = max(layer.rank for layer in self.layers)
         self.norm = self._follow(lm.norm.weight)
         self.embed = self._follow(lm.embed_tokens.weight)
         output = model.get_output_embeddings().weight
         self.head = self.embed if output is lm.embed_tokens.weight else self._follow(output)
-        self.shape: Shape = replace(decoder_shape(lm), vocabulary=len(self.head))
         self._frequencies = lm.rotary_emb.inv_freq.float()
         self._rotary_scale = float(getattr(lm.rotary_emb, "attention_scaling", 1.0))
         self.refresh()
 
     def _layer(self, layer: Any) -> DecodeLayer:
-        attention, mlp = layer.self_attn, layer.mlp
-        qkv, gate_up = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
-        biases = [base_layer(each).bias for each in qkv]
-        normed = hasattr(attention, "q_norm")
+        mlp = layer.mlp
         return DecodeLayer(
             norm=self._follow(layer.input_layernorm.weight),
-            qkv=self._matrix(*qkv),
-            bias=None if biases[0] is None else self._follow(*biases),
-            query_norm=self._follow(attention.q_norm.weight) if normed else None,
-            key_norm=self._follow(attention.k_norm.weight) if normed else None,
-            out=self._matrix(attention.o_proj),
+            attention=self._attention(layer.self_attn),
             mlp_norm=self._follow(layer.post_attention_layernorm.weight),
-            gate_up=self._matrix(*gate_up),
-            down=self._matrix(mlp.down_proj),
-            qkv_adapter=self._adapter(*qkv),
-            out_adapter=self._adapter(attention.o_proj),
-            gate_up_adapter=self._adapter(*gate_up),
-            down_adapter=self._adapter(mlp.down_proj),
+            mlp=MlpWeights(self._projection(mlp.gate_proj, mlp.up_proj), self._projection(mlp.down_proj)),
         )
 
-    def _matrix(self, *linears: Any) -> Tensor:
-        return self._follow(*(base_layer(each).weight for each in linears))
+    def _attention(self, module: Any) -> AttentionWeights:
+        qkv = module.q_proj, module.k_proj, module.v_proj
+        biases = [base_layer(each).bias for each in qkv]
+        normed = hasattr(module, "q_norm")
+        return AttentionWeights(
+            qkv=self._projection(*qkv),
+            bias=None if biases[0] is None else self._follow(*biases),
+            query_norm=self._follow(module.q_norm.weight) if normed else None,
+            key_norm=self._follow(module.k_norm.weight) if normed else None,
+            out=self._projection(module.o_proj),
+        )
+
+    def _projection(self, *linears: Any) -> Projection:
+        return Projection(self._follow(*(base_layer(each).weight for each in linears)), self._adapter(*linears))
 
     def _adapter(self, *linears: Any) -> LowRank | None:
         """The adapters of these fused projections; those without one have rank 0."""
@@ -113,6 +122,7 @@ class DecodeWeights:
         if not any(ranks):
             return None
         rank = round_up(sum(ranks), ALIGNED)
+        self.rank = max(self.rank, rank)
         low = self.arena.empty(self.dtype, rank, weights[0].shape[1])
         up = self.arena.empty(self.dtype, sum(map(len, weights)), rank)
         self.padded += [low, up]
@@ -160,7 +170,7 @@ class DecodeWeights:
 
     def _list_adapters(self) -> list[list[int]]:
         """The adapters of each projection by id, since parameters compare their elements."""
-        linears = [linear for layer in self._modules for linear in projections(layer)]
+        linears = [linear for layer in self._modules for _, linear in projections(layer)]
         return [[id(adapter.low) for adapter in lora_adapters(linear)] for linear in linears]
 
     def angles(self, positions: int) -> tuple[Tensor, Tensor]:

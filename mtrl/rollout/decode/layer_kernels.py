@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtrl.rollout.decode.buffers import AttentionPieces, Rows, SlotTable, power_of_two
-from mtrl.rollout.decode.fused_weights import DecodeLayer
-from mtrl.rollout.decode.layers import Shape
+from mtrl.rollout.decode.buffers import AttentionPieces, KeysAndValues, Rows, SlotTable, power_of_two
+from mtrl.rollout.decode.fused_weights import AttentionWeights
+from mtrl.rollout.decode.layers import Attention, Norm
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -240,15 +240,17 @@ def combine_kernel(
 
 # ------------------------------------------------------------------------------------------------------------ launching
 def embed_norm(
-    slot: Tensor, token: Tensor, table: Tensor, weight: Tensor, residual: Tensor, out: Tensor, eps: float
+    slot: Tensor, token: Tensor, table: Tensor, weight: Tensor, residual: Tensor, out: Tensor, norm: Norm
 ) -> None:
     width = table.shape[1]
-    embed_norm_kernel[(len(slot),)](slot, token, table, weight, residual, out, eps, H=width, HB=power_of_two(width))
+    embed_norm_kernel[(len(slot),)](
+        slot, token, table, weight, residual, out, norm.eps, H=width, HB=power_of_two(width)
+    )  # fmt: skip
 
 
-def add_norm(update: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
+def add_norm(update: Tensor, residual: Tensor, weight: Tensor, out: Tensor, norm: Norm) -> None:
     rows, width = residual.shape
-    add_norm_kernel[(rows,)](update, residual, weight, out, eps, H=width, HB=power_of_two(width))
+    add_norm_kernel[(rows,)](update, residual, weight, out, norm.eps, H=width, HB=power_of_two(width))
 
 
 def silu_mul(both: Tensor, out: Tensor) -> None:
@@ -257,33 +259,33 @@ def silu_mul(both: Tensor, out: Tensor) -> None:
 
 
 def rotate_write(
-    qkv: Tensor, layer: DecodeLayer, shape: Shape, angles: tuple[Tensor, Tensor], slot: Tensor, rows: Rows,
-    query: Tensor, keys: Tensor, values: Tensor,
+    qkv: Tensor, weights: AttentionWeights, kind: Attention, norm: Norm, angles: tuple[Tensor, Tensor], slot: Tensor,
+    rows: Rows, query: Tensor, keys: Tensor, values: Tensor,
 ) -> None:  # fmt: skip
-    optional = (layer.bias, layer.query_norm, layer.key_norm)
+    optional = (weights.bias, weights.query_norm, weights.key_norm)
     bias, query_norm, key_norm = (qkv if weight is None else weight for weight in optional)  # kernels take no None
-    rotate_write_kernel[(len(slot), shape.key_heads)](
-        qkv, bias, query_norm, key_norm, *angles, slot, rows.kv_index, rows.position, query, keys, values, shape.eps,
-        HQ=shape.heads, HKV=shape.key_heads, D=shape.head_dim, SHARE=shape.share, SHARE_B=power_of_two(shape.share),
-        HALF_B=power_of_two(shape.head_dim // 2), BIAS=layer.bias is not None, NORM=layer.query_norm is not None,
+    rotate_write_kernel[(len(slot), kind.key_heads)](
+        qkv, bias, query_norm, key_norm, *angles, slot, rows.kv_index, rows.position, query, keys, values, norm.eps,
+        HQ=kind.heads, HKV=kind.key_heads, D=kind.head_dim, SHARE=kind.share, SHARE_B=power_of_two(kind.share),
+        HALF_B=power_of_two(kind.head_dim // 2), BIAS=weights.bias is not None, NORM=weights.query_norm is not None,
     )  # fmt: skip
 
 
 def attend(
-    query: Tensor, prompts: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], table: SlotTable, rows: Rows,
-    shape: Shape, pieces: AttentionPieces, out: Tensor,
+    query: Tensor, kind: Attention, cache: KeysAndValues, table: SlotTable, rows: Rows, pieces: AttentionPieces,
+    out: Tensor,
 ) -> None:  # fmt: skip
     count, (groups, members) = len(table.slot), table.members.shape
     own_pieces = len(pieces.part) - pieces.of_prompt
-    programs = groups * shape.key_heads * pieces.of_prompt + count * shape.key_heads * own_pieces
+    programs = groups * kind.key_heads * pieces.of_prompt + count * kind.key_heads * own_pieces
     attend_kernel[(programs,)](
-        query, *prompts, *own, table.members, table.start, table.length, table.slot, rows.count, pieces.part,
-        pieces.lse, shape.head_dim**-0.5 * LOG2E, groups, count, rows.new, MEMBERS=members, HQ=shape.heads,
-        HKV=shape.key_heads, D=shape.head_dim, SHARE=shape.share, M=power_of_two(members * shape.share, 16),
-        M_OWN=power_of_two(shape.share, 16), PIECES=pieces.of_prompt, OWN_PIECES=own_pieces, LEAST=pieces.least,
+        query, *cache.prompts, *cache.own, table.members, table.start, table.length, table.slot, rows.count,
+        pieces.part, pieces.lse, kind.scale * LOG2E, groups, count, rows.new, MEMBERS=members, HQ=kind.heads,
+        HKV=kind.key_heads, D=kind.head_dim, SHARE=kind.share, M=power_of_two(members * kind.share, 16),
+        M_OWN=power_of_two(kind.share, 16), PIECES=pieces.of_prompt, OWN_PIECES=own_pieces, LEAST=pieces.least,
         MOST=pieces.most, CHUNK=pieces.chunk, BLOCK=pieces.block, num_stages=3,
     )  # fmt: skip
-    combine_kernel[(count, shape.heads)](
-        pieces.part, pieces.lse, table.slot, out, table.unused_slot, count, HQ=shape.heads, D=shape.head_dim,
+    combine_kernel[(count, kind.heads)](
+        pieces.part, pieces.lse, table.slot, out, table.unused_slot, count, HQ=kind.heads, D=kind.head_dim,
         PIECES=len(pieces.part), PIECES_B=power_of_two(len(pieces.part)), num_warps=1,
     )  # fmt: skip

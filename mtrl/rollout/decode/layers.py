@@ -1,51 +1,30 @@
-"""The decoder layers that the engine supports, and why it does not support others.
+"""What the layers of a language model consist of, read from its modules: the step runs what these records say.
 
-All supported families have the same layer: RMS norms before attention and MLP, separate projections of queries, keys
-and values, rotary positions over halves of a head, a gated MLP with SiLU. They differ in the bias of those projections
-and in norms of queries and keys. Images (three-dimensional positions, deepstack) matter only while the prompt is read,
-by the trainer's own modules. A new family with such a layer is one more line.
-
-A projection may have a LoRA adapter of the peft library. Such layers are recognized by their attributes, so peft need
-not be installed.
+Images (three-dimensional positions, deepstack) matter only while the prompt is read, by the trainer's own modules. A
+projection may have a LoRA adapter of the peft library. Such layers are recognized by their attributes, so peft need not
+be installed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 from torch import nn
 
-
-@dataclass(frozen=True)
-class LayerTraits:
-    has_bias: bool = False  # in the projections of queries, keys and values
-    has_norms: bool = False  # queries and keys are normalized, head by head
-
-
-SUPPORTED = {  # by the `model_type` of the language model's config
-    "qwen2": LayerTraits(has_bias=True),
-    "qwen2_vl_text": LayerTraits(has_bias=True),
-    "qwen2_5_vl_text": LayerTraits(has_bias=True),
-    "qwen3": LayerTraits(has_norms=True),
-    "qwen3_vl_text": LayerTraits(has_norms=True),
-    "llama": LayerTraits(),
-    "mistral": LayerTraits(),
-}
-FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # their frequencies do not depend on the length
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+LINEAR = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
 
 
 @dataclass(frozen=True)
-class Shape:
-    hidden: int
-    inner: int  # width of the MLP
-    layers: int
+class Attention:
+    """Grouped queries over the keys and values of all earlier tokens."""
+
     heads: int
     key_heads: int
     head_dim: int
-    vocabulary: int
-    eps: float
+    scale: float  # of the products of queries and keys
 
     @property
     def share(self) -> int:
@@ -54,23 +33,95 @@ class Shape:
 
     @property
     def qkv(self) -> int:
+        """Numbers of a token's queries, keys and values."""
         return (self.heads + 2 * self.key_heads) * self.head_dim
+
+    @property
+    def out(self) -> int:
+        return self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """activation(gate) * up, and the product back."""
+
+    inner: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Two blocks that add to the residual: one that reads other tokens, one that does not."""
+
+    attention: Attention
+    mlp: Mlp
+
+
+@dataclass(frozen=True)
+class Norm:
+    """How the model computes its RMS norms."""
+
+    eps: float
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The description of a model."""
+
+    hidden: int
+    vocabulary: int
+    norm: Norm
+    layers: tuple[Layer, ...]
+
+
+class Kind(StrEnum):
+    """What a layer may consist of."""
+
+    GROUPED_QUERIES = "attention of grouped queries"
+    BIASES = "biases of queries, keys and values"
+    HEAD_NORMS = "norms of queries and keys"
+    SILU = "MLPs with silu"
 
 
 def decoder_shape(language_model: Any) -> Shape:
     config = language_model.config
     return Shape(
         hidden=config.hidden_size,
-        inner=config.intermediate_size,
-        layers=config.num_hidden_layers,
-        heads=config.num_attention_heads,
-        key_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         vocabulary=config.vocab_size,
-        eps=config.rms_norm_eps,
+        norm=Norm(config.rms_norm_eps),
+        layers=tuple(_read_layer(layer) for layer in language_model.layers),
     )
 
 
+def _read_layer(layer: Any) -> Layer:
+    return Layer(_read_attention(layer.self_attn), Mlp(_out_features(layer.mlp.gate_proj)))
+
+
+def _read_attention(module: Any) -> Attention:
+    head_dim = module.head_dim
+    return Attention(
+        heads=_out_features(module.q_proj) // head_dim,
+        key_heads=_out_features(module.k_proj) // head_dim,
+        head_dim=head_dim,
+        scale=module.scaling,
+    )
+
+
+def _out_features(linear: Any) -> int:
+    return base_layer(linear).out_features
+
+
+def used_kinds(language_model: Any) -> set[Kind]:
+    """All that the layers of a supported model consist of."""
+    kinds = {Kind.GROUPED_QUERIES, Kind.SILU}
+    for layer in language_model.layers:
+        if base_layer(layer.self_attn.q_proj).bias is not None:
+            kinds.add(Kind.BIASES)
+        if hasattr(layer.self_attn, "q_norm"):
+            kinds.add(Kind.HEAD_NORMS)
+    return kinds
+
+
+# --------------------------------------------------------------------------------------------------------- projections
 class Adapter(NamedTuple):
     """x @ weight.T becomes x @ weight.T + scaling * (x @ low.T) @ up.T"""
 
@@ -79,9 +130,11 @@ class Adapter(NamedTuple):
     scaling: float
 
 
-def projections(layer: Any) -> list[Any]:
-    modules = zip((layer.self_attn, layer.mlp), LINEAR, strict=True)
-    return [getattr(module, name) for module, names in modules for name in names]
+def projections(layer: Any) -> Iterator[tuple[str, Any]]:
+    """The names and modules of a layer's linear projections; None for one that is missing."""
+    for block, names in LINEAR.items():
+        for name in names:
+            yield name, getattr(getattr(layer, block), name, None)
 
 
 def base_layer(linear: Any) -> Any:
@@ -98,66 +151,3 @@ def lora_adapters(linear: Any) -> list[Adapter]:
         for name in linear.active_adapters
         if name in linear.lora_A
     ]
-
-
-def explain_unsupported(language_model: Any, head: nn.Module) -> str | None:
-    """Why the kernels would compute this model wrongly; None if they are right. `head`: its output layer."""
-    config = language_model.config
-    traits = SUPPORTED.get(config.model_type)
-    if traits is None:
-        return f"the layers of the family {config.model_type!r} are not supported"
-    head_dim = decoder_shape(language_model).head_dim
-    if head_dim < 16 or head_dim & (head_dim - 1):
-        return f"heads of {head_dim} numbers: the kernels take powers of two from 16"
-    if config.hidden_act != "silu":
-        return f"an MLP with {config.hidden_act}"
-    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rotary not in FIXED_ROPE:
-        return f"rotary positions of the kind {rotary!r}"
-    for name, module, kind in (("embedding", language_model.embed_tokens, nn.Embedding), ("head", head, nn.Linear)):
-        if type(module) is not kind:
-            return f"the {name} is a {_kind(module)}"
-    return next((why for layer in language_model.layers if (why := _explain_layer(layer, traits))), None)
-
-
-def _explain_layer(layer: Any, traits: LayerTraits) -> str | None:
-    for module, names in zip((layer.self_attn, layer.mlp), LINEAR, strict=True):
-        for name in names:
-            linear = getattr(module, name, None)
-            base = base_layer(linear)
-            if type(base) is not nn.Linear:  # a quantized weight computes something else
-                return f"{name} is a {_kind(base)}"
-            if (base.bias is not None) != (traits.has_bias and name in LINEAR[0][:3]):
-                return f"the bias of {name}"
-            if base is not linear and (why := _explain_adapter(linear)):
-                return f"the adapter of {name} {why}"
-    if hasattr(layer.self_attn, "q_norm") != traits.has_norms:
-        return "the norms of queries and keys"
-    return None
-
-
-def _explain_adapter(linear: Any) -> str | None:
-    parts = getattr(linear, "lora_A", None), getattr(linear, "lora_B", None)
-    if not all(isinstance(part, nn.ModuleDict) for part in parts):
-        return f"is a {_kind(linear)}, not LoRA"
-    if linear.merged:
-        return "is merged into its weight: unmerge it"
-    active = [name for name in linear.active_adapters if name in linear.lora_A]
-    if len(active) > 1:
-        return f"is one of several ({', '.join(active)}): make one of them active"
-    for name in active:
-        if name in linear.lora_variant:
-            return f"is a {_kind(linear.lora_variant[name])}, not plain LoRA"
-        for part in (linear.lora_A[name], linear.lora_B[name]):
-            if type(part) is not nn.Linear:
-                return f"holds a {_kind(part)}"
-            if part.bias is not None:
-                return "has a bias"
-    return None
-
-
-def _kind(module: Any) -> str:
-    """The class name, with its package if that is not torch: libraries that replace layers reuse torch's names."""
-    kind = type(module)
-    package = kind.__module__.partition(".")[0]
-    return kind.__name__ if package in ("torch", "builtins") else f"{package} {kind.__name__}"

@@ -1,0 +1,94 @@
+"""The blocks of a layer: each reads the normed hidden states of a step's rows and writes what is added to them."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mtrl.rollout.decode.buffers import CHUNK, PIECE, PIECES, AttentionPieces, Buffers, SlotTable
+from mtrl.rollout.decode.fused_weights import DecodeWeights, Projection
+from mtrl.rollout.decode.layers import Attention, Mlp
+
+BLOCK = 32  # keys at a time
+
+
+class Block(Protocol):
+    """A kind of block, for all layers that have it."""
+
+    def run(self, i: int, x: Tensor, out: Tensor) -> None:
+        """From [rows, hidden] to [rows, hidden], in layer i."""
+
+
+class Workspace:
+    """What the blocks of a step share: its rows, its operations, and memory for what no later block reads."""
+
+    def __init__(self, weights: DecodeWeights, buffers: Buffers, rows: int, do: Any) -> None:
+        self.weights, self.buffers, self.rows, self.do = weights, buffers, rows, do
+        self.slot_table = SlotTable(rows, buffers.room, buffers.device)
+        self.low = self.empty("low", weights.rank) if weights.rank else None
+
+    def empty(self, name: str, *size: int, dtype: torch.dtype | None = None) -> Tensor:
+        """[rows, *size]: blocks that ask for the same name share it."""
+        return self.buffers.scratch(name, dtype or self.weights.dtype, self.rows, *size)
+
+    def multiply(self, x: Tensor, projection: Projection, out: Tensor) -> None:
+        product(x, projection, out, None if self.low is None else self.low.flatten())
+
+
+class AttentionBlock:
+    def __init__(self, space: Workspace, kind: Attention) -> None:
+        self.space, self.kind, buffers = space, kind, space.buffers
+        self.qkv = space.empty("qkv", kind.qkv)
+        self.query = space.empty("query", kind.heads, kind.head_dim)
+        self.attended = space.empty("attended", kind.out)
+        pieces = (buffers.room.pieces, space.rows, kind.heads)
+        part = buffers.scratch("part", torch.float32, *pieces, kind.head_dim)
+        lse = buffers.scratch("lse", torch.float32, *pieces)
+        self.pieces = AttentionPieces(buffers.room.pieces_of_prompt, PIECE, PIECES, CHUNK, BLOCK, part, lse)
+
+    def run(self, i: int, x: Tensor, out: Tensor) -> None:
+        space, kind, buffers = self.space, self.kind, self.space.buffers
+        weights, cache, rows, do, table = (
+            space.weights.layers[i].attention, buffers.cache[i], buffers.rows, space.do, space.slot_table
+        )  # fmt: skip
+        angles, norm = (buffers.cos, buffers.sin), space.weights.shape.norm
+        space.multiply(x, weights.qkv, self.qkv)
+        do.rotate_write(self.qkv, weights, kind, norm, angles, table.slot, rows, self.query, *cache.own)
+        do.attend(self.query, kind, cache, table, rows, self.pieces, self.attended)
+        space.multiply(self.attended, weights.out, out)
+
+
+class MlpBlock:
+    def __init__(self, space: Workspace, kind: Mlp) -> None:
+        self.space = space
+        self.both, self.inner = space.empty("both", 2 * kind.inner), space.empty("inner", kind.inner)
+
+    def run(self, i: int, x: Tensor, out: Tensor) -> None:
+        weights = self.space.weights.layers[i].mlp
+        self.space.multiply(x, weights.gate_up, self.both)
+        self.space.do.silu_mul(self.both, self.inner)
+        self.space.multiply(self.inner, weights.down, out)
+
+
+def make_blocks(space: Workspace) -> list[tuple[Block, Block]]:
+    """The two blocks of each layer; layers of the same kind have the same ones."""
+    made: dict[Attention | Mlp, Block] = {}
+
+    def make(kind: Attention | Mlp) -> Block:
+        if kind not in made:
+            made[kind] = AttentionBlock(space, kind) if isinstance(kind, Attention) else MlpBlock(space, kind)
+        return made[kind]
+
+    return [(make(layer.attention), make(layer.mlp)) for layer in space.weights.shape.layers]
+
+
+def product(x: Tensor, projection: Projection, out: Tensor, scratch: Tensor | None = None) -> None:
+    """x @ weight.T plus the adapter's part; `scratch` has room for its rank in every row."""
+    torch.mm(x, projection.weight.t(), out=out)
+    if (adapter := projection.adapter) is not None:
+        assert scratch is not None
+        low = scratch[: len(x) * adapter.rank].view(len(x), adapter.rank)
+        torch.mm(x, adapter.low.t(), out=low)
+        out.addmm_(low, adapter.up.t())
