@@ -15,24 +15,30 @@ from mtrl.rollout.decode.layers import Attention, Norm
 
 def _rms(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)).to(x.dtype) * weight
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    return (normed * (1.0 + weight.float())).to(x.dtype) if norm.one_plus else normed.to(x.dtype) * weight
 
 
 def embed_norm(
-    slot: Tensor, token: Tensor, table: Tensor, weight: Tensor, residual: Tensor, out: Tensor, norm: Norm
-) -> None:
+    slot: Tensor, token: Tensor, table: Tensor, weight: Tensor, residual: Tensor, out: Tensor, norm: Norm,
+    scale: float | None = None,
+) -> None:  # fmt: skip
     residual.copy_(table[token[slot.long()].long()])
+    if scale is not None:
+        residual *= scale
     out.copy_(_rms(residual, weight, norm))
 
 
-def add_norm(update: Tensor, residual: Tensor, weight: Tensor, out: Tensor, norm: Norm) -> None:
-    residual += update
+def add_norm(
+    update: Tensor, residual: Tensor, weight: Tensor, out: Tensor, norm: Norm, after: Tensor | None = None
+) -> None:  # fmt: skip
+    residual += update if after is None else _rms(update, after, norm)
     out.copy_(_rms(residual, weight, norm))
 
 
-def silu_mul(both: Tensor, out: Tensor) -> None:
+def gate_mul(both: Tensor, out: Tensor, activation: str) -> None:
     gate, up = both.chunk(2, -1)
-    out.copy_(F.silu(gate) * up)
+    out.copy_((F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up)
 
 
 def rotate_write(
@@ -69,7 +75,7 @@ def attend(
         if slot == table.unused_slot:
             continue
         k, v = (
-            torch.cat([shared[low:high], mine[first : first + count]]).transpose(0, 1)
+            torch.cat([shared[low:high], mine[first : first + count]])[-(kind.window or 0) :].transpose(0, 1)
             for shared, mine in zip(cache.prompts, cache.own, strict=True)
         )
         attended = F.scaled_dot_product_attention(query[row][:, None], k, v, scale=kind.scale, enable_gqa=True)

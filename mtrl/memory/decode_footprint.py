@@ -98,10 +98,12 @@ class Shapes:
     dtype: torch.dtype
     rank: int = 0  # adapters are small
 
-    def angles(self, positions: int) -> tuple[Tensor, Tensor]:
-        width = self.shape.layers[0].attention.head_dim // 2
-        cos, sin = torch.empty(2, positions, width, dtype=self.dtype, device=META)
-        return cos, sin
+    def angles(self, positions: int) -> dict[str, Tensor]:
+        kinds = {layer.attention for layer in self.shape.layers}
+        return {
+            kind.positions: torch.empty(2, positions, kind.head_dim // 2, dtype=self.dtype, device=META)
+            for kind in kinds
+        }
 
 
 def supports_graphs(model: Any) -> bool:

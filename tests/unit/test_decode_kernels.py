@@ -22,6 +22,7 @@ HIDDEN, INNER, VOCABULARY, NORM = 24, 40, 200, Norm(1e-6)  # none of them is a p
 KIND = Attention(heads=6, key_heads=2, head_dim=16, scale=0.25)  # 3 query heads share a key head
 ROOM = Room(slots=16, groups=4, new=12, prompt_tokens=64, longest=40, positions=64)
 DTYPES = [torch.float32, torch.bfloat16]
+NORMS = [NORM, replace(NORM, one_plus=True)]
 
 
 @pytest.fixture(autouse=True)
@@ -54,38 +55,43 @@ def shuffled_slots(rows=16):
     return torch.arange(rows, device=DEVICE).int().flip(0).contiguous()
 
 
+@pytest.mark.parametrize("norm, scale", zip(NORMS, [None, 4.875], strict=True), ids=["", "scaled"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_embed_norm(dtype):
+def test_embed_norm(dtype, norm, scale):
     rows, slot = running_rows(), shuffled_slots()
     table, weight = noise(VOCABULARY, HIDDEN, dtype=dtype), noise(HIDDEN, dtype=dtype)
     made = []
     for ops in (kernels, plain):
         residual, out = noise(2, 16, HIDDEN, dtype=dtype)
-        ops.embed_norm(slot, rows.token, table, weight, residual, out, NORM)
+        ops.embed_norm(slot, rows.token, table, weight, residual, out, norm, scale)
         made.append((residual, out))
-    assert torch.equal(made[0][0], made[1][0])
+    close(made[0][0], made[1][0], dtype)
     close(made[0][1], made[1][1], dtype)
 
 
+@pytest.mark.parametrize("norm, has_after", zip(NORMS, [False, True], strict=True), ids=["", "after"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_add_norm(dtype):
+def test_add_norm(dtype, norm, has_after):
+    """With a norm of the update, too, and norms that multiply by 1 + weight."""
     update, before = noise(2, 16, HIDDEN, dtype=dtype)
-    weight, made = noise(HIDDEN, dtype=dtype), []
+    weight, after = noise(2, HIDDEN, dtype=dtype)
+    made = []
     for ops in (kernels, plain):
         residual, out = before.clone(), torch.empty_like(before)
-        ops.add_norm(update, residual, weight, out, NORM)
+        ops.add_norm(update, residual, weight, out, norm, after if has_after else None)
         made.append((residual, out))
     close(made[0][0], made[1][0], dtype)
     close(made[0][1], made[1][1], dtype)
     assert not torch.equal(made[0][0], before)
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_mul(dtype):
+def test_gate_mul(dtype, activation):
     both, made = 4 * noise(16, 2 * INNER, dtype=dtype), []
     for ops in (kernels, plain):
         made.append(torch.empty(16, INNER, dtype=dtype, device=DEVICE))
-        ops.silu_mul(both, made[-1])
+        ops.gate_mul(both, made[-1], activation)
     close(*made, dtype)
 
 
@@ -100,8 +106,8 @@ def attention_weights(bias, norms):
     )
 
 
-@pytest.mark.parametrize("bias, norms", [(True, False), (False, True), (False, False)])
-def test_rotate_write(bias, norms):
+@pytest.mark.parametrize("bias, norms, norm", [(True, False, NORM), (False, True, NORM), (False, True, NORMS[1])])
+def test_rotate_write(bias, norms, norm):
     rows, slot, given = running_rows(), shuffled_slots(), attention_weights(bias, norms)
     qkv = noise(16, KIND.qkv)
     angle = torch.arange(ROOM.positions, device=DEVICE)[:, None] * torch.rand(KIND.head_dim // 2, device=DEVICE)
@@ -109,7 +115,7 @@ def test_rotate_write(bias, norms):
     for ops in (kernels, plain):
         query = torch.zeros(16, KIND.heads, KIND.head_dim, device=DEVICE)
         keys, values = torch.zeros(2, (ROOM.slots + 1) * ROOM.new, KIND.key_heads, KIND.head_dim, device=DEVICE)
-        ops.rotate_write(qkv, given, KIND, NORM, (angle.cos(), angle.sin()), slot, rows, query, keys, values)
+        ops.rotate_write(qkv, given, KIND, norm, (angle.cos(), angle.sin()), slot, rows, query, keys, values)
         made.append((query, keys, values))
     for found, expected in zip(*made, strict=True):
         close(found, expected)
@@ -149,6 +155,28 @@ def test_attend_in_pieces_equals_attention_over_all_keys(cut):
         ops.attend(query, KIND, cache, slot_table, rows, pieces(*cut), made[-1])
     close(*made)
     assert made[1].any(1).tolist() == [True] * 7 + [False] * 9
+
+
+@pytest.mark.parametrize("window", [1, 6, 9, 25, 100])
+def test_a_window_counts_along_a_rows_own_path(window):
+    """Prompts of 40 and 7 tokens, rows of a group that have 1 to 9 tokens: some see no piece of the prompt, or only its
+    end; one that sees none of a block must not become NaN."""
+    rows, slot_table = running_rows(), SlotTable(16, ROOM, DEVICE)
+    slot_table.assign([2, 8, 0, 5, 6, 9, 12], [0] * 4 + [1] * 4 + [0] * 8, [0, 40], [40, 7])
+    query, cache, made = noise(16, KIND.heads, KIND.head_dim), random_cache(KIND), []
+    kind = replace(KIND, window=window)
+    for ops in (kernels, plain):
+        made.append(torch.empty(16, KIND.heads * KIND.head_dim, device=DEVICE))
+        ops.attend(query, kind, cache, slot_table, rows, replace(pieces(3, 16, 16, 4), block=8), made[-1])
+    close(*made)
+    everything = torch.empty_like(made[1])
+    plain.attend(query, KIND, cache, slot_table, rows, pieces(3, 16, 16, 4), everything)
+    assert torch.equal(everything, made[1]) == (window == 100)
+    alone = SlotTable(16, ROOM, DEVICE)
+    alone.assign([8], [0] * 16, [0], [40])
+    single = torch.empty_like(made[0])
+    kernels.attend(query.roll(-1, 0), kind, cache, alone, rows, replace(pieces(3, 16, 16, 4), block=8), single)
+    assert torch.equal(single[0], made[0][1]), "whatever rows it reads the prompt with"
 
 
 def test_a_larger_room_changes_no_bit_of_attention():

@@ -53,7 +53,7 @@ class AttentionBlock:
         weights, cache, rows, do, table = (
             space.weights.layers[i].attention, buffers.cache[i], buffers.rows, space.do, space.slot_table
         )  # fmt: skip
-        angles, norm = (buffers.cos, buffers.sin), space.weights.shape.norm
+        angles, norm = buffers.angles[kind.positions], space.weights.shape.norm
         space.multiply(x, weights.qkv, self.qkv)
         do.rotate_write(self.qkv, weights, kind, norm, angles, table.slot, rows, self.query, *cache.own)
         do.attend(self.query, kind, cache, table, rows, self.pieces, self.attended)
@@ -62,13 +62,13 @@ class AttentionBlock:
 
 class MlpBlock:
     def __init__(self, space: Workspace, kind: Mlp) -> None:
-        self.space = space
+        self.space, self.kind = space, kind
         self.both, self.inner = space.empty("both", 2 * kind.inner), space.empty("inner", kind.inner)
 
     def run(self, i: int, x: Tensor, out: Tensor) -> None:
         weights = self.space.weights.layers[i].mlp
         self.space.multiply(x, weights.gate_up, self.both)
-        self.space.do.silu_mul(self.both, self.inner)
+        self.space.do.gate_mul(self.both, self.inner, self.kind.activation)
         self.space.multiply(self.inner, weights.down, out)
 
 

@@ -256,5 +256,5 @@ class Buffers:
             i: KeysAndValues.allocate(room, layer.attention, weights.dtype, self.arena)
             for i, layer in enumerate(weights.shape.layers)
         }
-        self.cos, self.sin = weights.angles(room.positions)
+        self.angles = weights.angles(room.positions)  # by kind of layers
         self.scratch = ScratchBuffers(self.arena)

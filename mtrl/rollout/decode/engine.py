@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mtrl.models.backbone import Backbone, Cache, prompt_positions, vision_tokens
 from mtrl.models.device_copy import to_device
+from mtrl.models.document_mask import DocumentMask
 from mtrl.protocols import PromptEncoder
 from mtrl.rollout.decode.arena import round_up
 from mtrl.rollout.decode.buffers import Buffers, Mode, Room
@@ -278,11 +279,16 @@ def read_prompts(
 ) -> tuple[Tensor, Cache]:
     """Hidden states [prompts, L, H] and the cache of prompts, from one pass."""
     cache, device = backbone.new_cache(), backbone.device
+    for layer in cache.layers:
+        if getattr(layer, "is_sliding", False):  # would keep the last keys of the padded row, which may be padding
+            layer.activate_past_recording()
+    is_vision = right_pad([vision_tokens(prompt) for prompt in prompts])
     hidden = backbone.forward_text(
         right_pad([prompt.ids for prompt in prompts]).to(device),
         right_pad([each.T for each in positions]).permute(2, 0, 1).to(device),
-        right_pad([vision_tokens(prompt) for prompt in prompts]),
+        is_vision,
         backbone.encode_images(inputs),
+        attention_mask=None if backbone.is_causal else backbone.make_masks(DocumentMask.from_rows(is_vision)),
         cache=cache,
     )
     return hidden, cache

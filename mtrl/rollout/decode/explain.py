@@ -6,13 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from mtrl.models.layer_kinds import SLIDING, layer_kinds
 from mtrl.models.model_size import head_width
-from mtrl.rollout.decode.layers import LINEAR, Kind, base_layer, projections, used_kinds
+from mtrl.rollout.decode.layers import ACTIVATIONS, LINEAR, Kind, activation_name, base_layer, projections, used_kinds
 
 # By the `model_type` of the language model's config: those whose code in transformers was read and computes what
 # `layers.py` can say, and nothing more. Modules alone do not tell: a factor on the residual is no module.
-READ = ("qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3", "qwen3_vl_text", "llama", "mistral")
+READ = ("qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3", "qwen3_vl_text", "llama", "mistral", "gemma3_text")
 # Models of other kinds are decoded by the plain engine until tests/gpu/test_decode_cuda.py has passed for them on a
 # GPU; then a kind is added here. `GraphGenerator` itself takes all kinds.
 VERIFIED_ON_CUDA = frozenset({Kind.GROUPED_QUERIES, Kind.BIASES, Kind.HEAD_NORMS, Kind.SILU})
@@ -35,18 +34,21 @@ def explain_unsupported(language_model: Any, head: nn.Module) -> str | None:
     config = language_model.config
     if config.model_type not in READ:
         return f"the layers of the family {config.model_type!r} are not supported"
-    if SLIDING in layer_kinds(config):
-        return "sliding windows are not supported"
     head_dim = head_width(config)
     if head_dim < 16 or head_dim & (head_dim - 1):
         return f"heads of {head_dim} numbers: the kernels take powers of two from 16"
-    if config.hidden_act != "silu":
-        return f"an MLP with {config.hidden_act}"
-    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rotary not in FIXED_ROPE:
-        return f"rotary positions of the kind {rotary!r}"
-    for name, module, kind in (("embedding", language_model.embed_tokens, nn.Embedding), ("head", head, nn.Linear)):
-        if type(module) is not kind:
+    if (activation := activation_name(config)) not in ACTIVATIONS:
+        return f"an MLP with {activation}"
+    if getattr(config, "attn_logit_softcapping", None):
+        return "a cap of attention scores"
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_kind = [each for each in parameters.values() if isinstance(each, dict)]
+    for rotary in [each.get("rope_type", "default") for each in by_kind or [parameters]]:
+        if rotary not in FIXED_ROPE:
+            return f"rotary positions of the kind {rotary!r}"
+    embedding = language_model.embed_tokens
+    for name, module, kind in (("embedding", embedding, nn.Embedding), ("head", head, nn.Linear)):
+        if type(module) is not kind and not hasattr(module, "embed_scale"):
             return f"the {name} is a {_kind(module)}"
     return next((why for layer in language_model.layers if (why := _explain_layer(layer))), None)
 

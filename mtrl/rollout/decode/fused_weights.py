@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from mtrl.models.families import find_family
 from mtrl.rollout.decode.arena import make_arena, round_up
 from mtrl.rollout.decode.explain import explain_unsupported
-from mtrl.rollout.decode.layers import base_layer, decoder_shape, lora_adapters, projections
+from mtrl.rollout.decode.layers import (
+    base_layer,
+    decoder_shape,
+    has_norms_after,
+    lora_adapters,
+    mlp_norm,
+    projections,
+    rotary_frequencies,
+)
 
 ALIGNED = 8  # the rank of adapters is rounded up to it, since products with odd rows are slow
 
@@ -59,6 +67,8 @@ class DecodeLayer:
     attention: AttentionWeights
     mlp_norm: Tensor
     mlp: MlpWeights
+    after_attention: Tensor | None = None  # norms of what the blocks add
+    after_mlp: Tensor | None = None
 
 
 class DecodeWeights:
@@ -87,17 +97,21 @@ class DecodeWeights:
         self.embed = self._follow(lm.embed_tokens.weight)
         output = model.get_output_embeddings().weight
         self.head = self.embed if output is lm.embed_tokens.weight else self._follow(output)
-        self._frequencies = lm.rotary_emb.inv_freq.float()
-        self._rotary_scale = float(getattr(lm.rotary_emb, "attention_scaling", 1.0))
+        self.embed_scale = find_embed_scale(lm.embed_tokens, dtype)
+        self._rotary = {
+            kind: rotary_frequencies(lm, kind) for kind in {layer.attention.positions for layer in self.shape.layers}
+        }
         self.refresh()
 
     def _layer(self, layer: Any) -> DecodeLayer:
-        mlp = layer.mlp
+        mlp, after = layer.mlp, has_norms_after(layer)
         return DecodeLayer(
             norm=self._follow(layer.input_layernorm.weight),
             attention=self._attention(layer.self_attn),
-            mlp_norm=self._follow(layer.post_attention_layernorm.weight),
+            mlp_norm=self._follow(mlp_norm(layer).weight),
             mlp=MlpWeights(self._projection(mlp.gate_proj, mlp.up_proj), self._projection(mlp.down_proj)),
+            after_attention=self._follow(layer.post_attention_layernorm.weight) if after else None,
+            after_mlp=self._follow(layer.post_feedforward_layernorm.weight) if after else None,
         )
 
     def _attention(self, module: Any) -> AttentionWeights:
@@ -173,11 +187,20 @@ class DecodeWeights:
         linears = [linear for layer in self._modules for _, linear in projections(layer)]
         return [[id(adapter.low) for adapter in lora_adapters(linear)] for linear in linears]
 
-    def angles(self, positions: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [positions, width / 2]: a generated token has one position, whatever the family."""
-        angle = torch.arange(positions, device=self._frequencies.device)[:, None].float() * self._frequencies
-        cos, sin = angle.cos() * self._rotary_scale, angle.sin() * self._rotary_scale
-        return cos.to(self.dtype), sin.to(self.dtype)
+    def angles(self, positions: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """cos and sin [positions, width / 2] for each kind of layers: a generated token has one position, whatever the
+        family."""
+        made = {}
+        for kind, (frequencies, scale) in self._rotary.items():
+            angle = torch.arange(positions, device=frequencies.device)[:, None].float() * frequencies
+            made[kind] = (angle.cos() * scale).to(self.dtype), (angle.sin() * scale).to(self.dtype)
+        return made
+
+
+def find_embed_scale(embedding: Any, dtype: torch.dtype) -> float | None:
+    """The factor of embeddings as the model rounds it; None if there is none."""
+    scale = getattr(embedding, "embed_scale", None)
+    return None if scale is None else float(scale.to(embedding.weight.dtype).to(dtype))
 
 
 def join_adjacent(parameters: Sequence[Tensor]) -> Tensor | None:

@@ -12,19 +12,23 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
+
+from mtrl.models.layer_kinds import layer_kinds, make_mask_rules
 
 LINEAR = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped queries over the keys and values of all earlier tokens."""
+    """Grouped queries over the keys and values of earlier tokens."""
 
     heads: int
     key_heads: int
     head_dim: int
     scale: float  # of the products of queries and keys
+    positions: str = ""  # the kind of layers whose rotary positions it has
+    window: int | None = None  # the last tokens that it sees, the own one among them; None: all
 
     @property
     def share(self) -> int:
@@ -46,11 +50,13 @@ class Mlp:
     """activation(gate) * up, and the product back."""
 
     inner: int
+    activation: str = "silu"  # or "gelu_tanh"
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Two blocks that add to the residual: one that reads other tokens, one that does not."""
+    """Two blocks that add to the residual: one that reads other tokens, one that does not. Norms come before each, and
+    in some models after each, too."""
 
     attention: Attention
     mlp: Mlp
@@ -61,6 +67,7 @@ class Norm:
     """How the model computes its RMS norms."""
 
     eps: float
+    one_plus: bool = False  # multiplies by 1 + weight, and rounds only after that
 
 
 @dataclass(frozen=True)
@@ -80,30 +87,68 @@ class Kind(StrEnum):
     BIASES = "biases of queries, keys and values"
     HEAD_NORMS = "norms of queries and keys"
     SILU = "MLPs with silu"
+    GELU = "MLPs with gelu"
+    WINDOWS = "sliding windows"
+    ONE_PLUS_NORMS = "norms that multiply by 1 + weight"
+    NORMS_AFTER = "norms after attention and MLP"
+    SCALED_EMBEDDINGS = "scaled embeddings"
+
+
+# By the names of transformers: those that the kernels have.
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ONE_PLUS = ("gemma3_text",)  # models whose norms multiply by 1 + weight
 
 
 def decoder_shape(language_model: Any) -> Shape:
     config = language_model.config
+    windows = {kind: rule.window for kind, rule in make_mask_rules(config, image_blocks=False).items()}
+    activation = ACTIVATIONS[activation_name(config)]
     return Shape(
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
-        norm=Norm(config.rms_norm_eps),
-        layers=tuple(_read_layer(layer) for layer in language_model.layers),
+        norm=Norm(config.rms_norm_eps, one_plus=config.model_type in ONE_PLUS),
+        layers=tuple(
+            Layer(
+                _read_attention(layer.self_attn, positions=kind, window=windows[kind]),
+                Mlp(_out_features(layer.mlp.gate_proj), activation),
+            )
+            for layer, kind in zip(language_model.layers, layer_kinds(config), strict=True)
+        ),
     )
 
 
-def _read_layer(layer: Any) -> Layer:
-    return Layer(_read_attention(layer.self_attn), Mlp(_out_features(layer.mlp.gate_proj)))
-
-
-def _read_attention(module: Any) -> Attention:
+def _read_attention(module: Any, **by_kind: Any) -> Attention:
     head_dim = module.head_dim
     return Attention(
         heads=_out_features(module.q_proj) // head_dim,
         key_heads=_out_features(module.k_proj) // head_dim,
         head_dim=head_dim,
         scale=module.scaling,
+        **by_kind,
     )
+
+
+def activation_name(config: Any) -> str:
+    """The name of transformers, under either key."""
+    return getattr(config, "hidden_act", None) or config.hidden_activation
+
+
+def rotary_frequencies(language_model: Any, kind: str) -> tuple[Tensor, float]:
+    """The frequencies of a head's pairs, and the factor of cos and sin, in layers of a kind: a model has the same for
+    all, or some for each."""
+    rotary = language_model.rotary_emb
+    prefix = f"{kind}_" if hasattr(rotary, f"{kind}_inv_freq") else ""
+    frequencies = getattr(rotary, f"{prefix}inv_freq")
+    return frequencies.float(), float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
+
+
+def mlp_norm(layer: Any) -> Any:
+    """The norm before the MLP. Where blocks have norms after them, `post_attention_layernorm` is one of those."""
+    return layer.pre_feedforward_layernorm if has_norms_after(layer) else layer.post_attention_layernorm
+
+
+def has_norms_after(layer: Any) -> bool:
+    return hasattr(layer, "post_feedforward_layernorm")
 
 
 def _out_features(linear: Any) -> int:
@@ -111,9 +156,19 @@ def _out_features(linear: Any) -> int:
 
 
 def used_kinds(language_model: Any) -> set[Kind]:
-    """All that the layers of a supported model consist of."""
-    kinds = {Kind.GROUPED_QUERIES, Kind.SILU}
+    """All that a supported model consists of."""
+    shape = decoder_shape(language_model)
+    kinds = {Kind.GROUPED_QUERIES}
+    kinds |= {Kind.SILU if layer.mlp.activation == "silu" else Kind.GELU for layer in shape.layers}
+    if any(layer.attention.window for layer in shape.layers):
+        kinds.add(Kind.WINDOWS)
+    if shape.norm.one_plus:
+        kinds.add(Kind.ONE_PLUS_NORMS)
+    if hasattr(language_model.embed_tokens, "embed_scale"):
+        kinds.add(Kind.SCALED_EMBEDDINGS)
     for layer in language_model.layers:
+        if has_norms_after(layer):
+            kinds.add(Kind.NORMS_AFTER)
         if base_layer(layer.self_attn.q_proj).bias is not None:
             kinds.add(Kind.BIASES)
         if hasattr(layer.self_attn, "q_norm"):

@@ -54,15 +54,16 @@ class Step:
         """Reads the rows' last tokens through all layers: `normed` is their last hidden state."""
         weights, do, norm = self.weights, self.ops.layer, self.weights.shape.norm
         layers, token = weights.layers, self.buffers.rows.token
+        table, scale = weights.embed, weights.embed_scale
         do.embed_norm(
-            self.slot_table.slot, token, weights.embed, layers[0].norm, self.residual, self.normed, norm
+            self.slot_table.slot, token, table, layers[0].norm, self.residual, self.normed, norm, scale
         )  # fmt: skip
         following = [layer.norm for layer in layers[1:]] + [weights.norm]
         for i, (attention, mlp) in enumerate(self.blocks):
             attention.run(i, self.normed, self.update)
-            do.add_norm(self.update, self.residual, layers[i].mlp_norm, self.normed, norm)
+            do.add_norm(self.update, self.residual, layers[i].mlp_norm, self.normed, norm, layers[i].after_attention)
             mlp.run(i, self.normed, self.update)
-            do.add_norm(self.update, self.residual, following[i], self.normed, norm)
+            do.add_norm(self.update, self.residual, following[i], self.normed, norm, layers[i].after_mlp)
 
     def sample(self) -> None:
         """Samples a token for every row from `normed`."""
