@@ -8,9 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtrl.algorithms.vocab import top_p_top_k
-from mtrl.rollout.decode.buffers import AttentionPieces, KeysAndValues, Mode, Rows, Rules, SlotTable, Tiles
-from mtrl.rollout.decode.fused_weights import AttentionWeights
-from mtrl.rollout.decode.layers import Attention, Norm
+from mtrl.rollout.decode.buffers import (
+    AttentionPieces,
+    KeysAndValues,
+    Mode,
+    RecurrentStates,
+    Rows,
+    Rules,
+    SlotTable,
+    Tiles,
+)
+from mtrl.rollout.decode.fused_weights import AttentionWeights, RecurrenceWeights
+from mtrl.rollout.decode.layers import Attention, Norm, Recurrence
 
 
 def _rms(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
@@ -46,8 +55,9 @@ def rotate_write(
     rows: Rows, query: Tensor, keys: Tensor, values: Tensor,
 ) -> None:  # fmt: skip
     projected = qkv if weights.bias is None else qkv + weights.bias
-    heads = projected.unflatten(-1, (-1, kind.head_dim))
-    q, k, v = heads.split([kind.heads, kind.key_heads, kind.key_heads], 1)
+    queries, keys_and_values = projected.split([kind.heads * kind.query_dim, 2 * kind.key_heads * kind.head_dim], -1)
+    q = queries.unflatten(-1, (-1, kind.query_dim))[..., : kind.head_dim]
+    k, v = keys_and_values.unflatten(-1, (-1, kind.head_dim)).chunk(2, 1)
     if weights.query_norm is not None and weights.key_norm is not None:
         q, k = _rms(q, weights.query_norm, norm), _rms(k, weights.key_norm, norm)
     position, kv_index = rows.position[slot.long()].long(), rows.kv_index[slot.long()].long()
@@ -57,29 +67,75 @@ def rotate_write(
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
     low, high = x.chunk(2, -1)
-    return x * cos + torch.cat([-high, low], -1) * sin
+    return torch.cat([x * cos + torch.cat([-high, low], -1) * sin, rest], -1)
 
 
 def attend(
-    query: Tensor, kind: Attention, cache: KeysAndValues, table: SlotTable, rows: Rows, pieces: AttentionPieces,
-    out: Tensor,
+    query: Tensor, qkv: Tensor, kind: Attention, cache: KeysAndValues, table: SlotTable, rows: Rows,
+    pieces: AttentionPieces, out: Tensor,
 ) -> None:  # fmt: skip
     """Attends row by row over all keys at once; rows without a response become zeros."""
     out.zero_()
     groups = zip(table.members.tolist(), table.start.tolist(), table.length.tolist(), strict=True)
     spans = {row: (start, start + length) for members, start, length in groups for row in members if row >= 0}
-    for row, slot in enumerate(table.slot.tolist()):
+    for row, slot in live_rows(table):
         low, high = spans.get(row, (0, 0))
         first, count = slot * rows.new, int(rows.count[slot])
-        if slot == table.unused_slot:
-            continue
         k, v = (
             torch.cat([shared[low:high], mine[first : first + count]])[-(kind.window or 0) :].transpose(0, 1)
             for shared, mine in zip(cache.prompts, cache.own, strict=True)
         )
         attended = F.scaled_dot_product_attention(query[row][:, None], k, v, scale=kind.scale, enable_gqa=True)
         out[row] = attended.flatten()
+    if kind.gated:
+        gates = qkv[:, : kind.heads * kind.query_dim].unflatten(-1, (-1, kind.query_dim))[..., kind.head_dim :]
+        out *= gates.flatten(1).sigmoid()
+
+
+def convolve(
+    projected: Tensor, weight: Tensor, states: RecurrentStates, table: SlotTable, kind: Recurrence, out: Tensor
+) -> None:
+    for row, slot in live_rows(table):
+        inputs = torch.cat([states.taps[slot], projected[row, None, : kind.mixed]])
+        out[row] = F.silu(F.conv1d(inputs.T, weight, groups=kind.mixed)[:, 0])
+        states.taps[slot] = inputs[1:]
+
+
+def update_state(
+    mixed: Tensor, projected: Tensor, weights: RecurrenceWeights, states: RecurrentStates, table: SlotTable,
+    kind: Recurrence, out: Tensor,
+) -> None:  # fmt: skip
+    out.zero_()
+    rates, speeds = projected[:, kind.mixed + kind.values :].chunk(2, -1)
+    decays = (-weights.log_decay.exp() * F.softplus(speeds.float() + weights.decay_bias)).exp()
+    keys, shared = kind.key_heads * kind.key_dim, kind.value_heads // kind.key_heads
+    for row, slot in live_rows(table):
+        q, k, v = mixed[row].float().split([keys, keys, kind.values])
+        q, k = (
+            (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(shared, 0)
+            for each in (x.unflatten(0, (-1, kind.key_dim)) for x in (q, k))
+        )
+        state = states.state[slot] * decays[row, :, None, None]
+        told = (state * k[..., None]).sum(1)
+        correction = rates[row].sigmoid().float()[:, None] * (v.unflatten(0, (-1, kind.value_dim)) - told)
+        state = state + k[..., None] * correction[:, None]
+        states.state[slot] = state
+        out[row] = ((state * q[..., None]).sum(1) * kind.key_dim**-0.5).flatten()
+
+
+def gated_norm(
+    read: Tensor, projected: Tensor, weight: Tensor, kind: Recurrence, eps: float, out: Tensor
+) -> None:  # fmt: skip
+    gate = projected[:, kind.mixed : kind.mixed + kind.values].float()
+    normed = _rms(read.unflatten(-1, (-1, kind.value_dim)), weight, Norm(eps)).flatten(1)
+    out.copy_(normed * F.silu(gate))
+
+
+def live_rows(table: SlotTable) -> list[tuple[int, int]]:
+    """Rows that have a response, and their slots."""
+    return [(row, slot) for row, slot in enumerate(table.slot.tolist()) if slot != table.unused_slot]
 
 
 def tile_masses(raw: Tensor, rules: Rules, logits: Tensor | None, tiles: Tiles) -> None:

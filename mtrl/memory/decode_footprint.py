@@ -82,10 +82,12 @@ def count_graph_engine(model: Any, compute: torch.dtype, batch: Batch, on_gpu: b
         allocated = live.now
     del step
     cache = sum(each.nbytes for kept in buffers.cache.values() for each in (*kept.prompts, *kept.own))
+    states = sum(each.nbytes for kept in buffers.states.values() for each in (kept.state, kept.taps))
     return {
         "own copy of the weights": sum(copied.values()) * compute.itemsize,
         "keys and values": cache,
-        "buffers of a step": allocated - cache,
+        "recurrent states": states + states // room.slots * batch.prompts,
+        "buffers of a step": allocated - cache - states,
         "unused rest of driver blocks": (2 if copied else 1) * GROWTH + WORKSPACE if on_gpu else 0,
     }
 
@@ -99,14 +101,13 @@ class Shapes:
     rank: int = 0  # adapters are small
 
     def angles(self, positions: int) -> dict[str, Tensor]:
-        kinds = {layer.attention for layer in self.shape.layers}
         return {
-            kind.positions: torch.empty(2, positions, kind.head_dim // 2, dtype=self.dtype, device=META)
-            for kind in kinds
+            kind.positions: torch.empty(2, positions, kind.rotary // 2, dtype=self.dtype, device=META)
+            for kind in self.shape.attentions.values()
         }
 
 
-def supports_graphs(model: Any) -> bool:
-    """Whether the graph engine decodes this model on a GPU."""
+def explain_plain_engine(model: Any) -> str | None:
+    """Why the plain engine decodes this model on a GPU, too; None if the graph engine does."""
     lm = find_family(model.config).find_language_model(model)
-    return explain_not_chosen(lm, model.get_output_embeddings()) is None
+    return explain_not_chosen(lm, model.get_output_embeddings())

@@ -35,7 +35,7 @@ def get_fused_parameters(backbone, layer=1):
 
 def find_fused(weights, name, layer=1):
     """The fused matrix or bias of that name."""
-    attention, mlp = weights.layers[layer].attention, weights.layers[layer].mlp
+    attention, mlp = weights.layers[layer].mixer, weights.layers[layer].mlp
     found = getattr(mlp if name in ("gate_up", "down") else attention, name)
     return found if name == "bias" else found.weight
 

@@ -64,7 +64,7 @@ def test_weights_follow_an_update(compute):
     backbone = Backbone(fresh_backbone(FAMILY).model, compute)
     weights = DecodeWeights(backbone.model, compute)
     layer, fused = backbone.language_model.layers[1], weights.layers[1]
-    matrices = [fused.attention.qkv.weight, fused.mlp.down.weight, weights.head]
+    matrices = [fused.mixer.qkv.weight, fused.mlp.down.weight, weights.head]
     places = [each.data_ptr() for each in matrices]
     parts = [getattr(layer.self_attn, f"{name}_proj").weight for name in "qkv"]
     with torch.no_grad():

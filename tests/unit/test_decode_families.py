@@ -13,7 +13,7 @@ from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
 from pretraining.tiny_gemma import WINDOW
 
-FAMILIES = ["gemma3", "gemma3_text"]
+FAMILIES = ["gemma3", "gemma3_text", "qwen3_5"]
 SAMPLED = Sampling(n=3, max_new_tokens=WINDOW + 4)
 GREEDY = replace(SAMPLED, n=1, temperature=0)
 

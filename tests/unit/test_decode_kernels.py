@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 import torch_ops as plain
+from kernel_helpers import DEVICE, DTYPES, ROOM, close, noise, shuffled_slots
 
 from mtrl.rollout.decode import layer_kernels, sampling_kernels
 from mtrl.rollout.decode.buffers import AttentionPieces, KeysAndValues, Mode, Room, Rows, Rules, SlotTable, Tiles
@@ -17,26 +18,15 @@ from mtrl.rollout.decode.fused_weights import AttentionWeights, Projection
 from mtrl.rollout.decode.layers import Attention, Norm
 
 kernels = SimpleNamespace(**vars(layer_kernels) | vars(sampling_kernels))
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HIDDEN, INNER, VOCABULARY, NORM = 24, 40, 200, Norm(1e-6)  # none of them is a power of two
-KIND = Attention(heads=6, key_heads=2, head_dim=16, scale=0.25)  # 3 query heads share a key head
-ROOM = Room(slots=16, groups=4, new=12, prompt_tokens=64, longest=40, positions=64)
-DTYPES = [torch.float32, torch.bfloat16]
+KIND = Attention(heads=6, key_heads=2, head_dim=16, rotary=16, scale=0.25)  # 3 query heads share a key head
+GATED = replace(KIND, gated=True, rotary=8)
 NORMS = [NORM, replace(NORM, one_plus=True)]
 
 
 @pytest.fixture(autouse=True)
 def same_numbers():
     torch.manual_seed(0)
-
-
-def noise(*size, dtype=torch.float32):
-    return torch.randn(*size, device=DEVICE).to(dtype)
-
-
-def close(found, expected, dtype=torch.float32):
-    """bf16 rounds at the same points in both, but a sum near the middle of two numbers may be rounded either way."""
-    torch.testing.assert_close(found, expected, rtol=2e-2 if dtype == torch.bfloat16 else 2e-6, atol=2e-6)
 
 
 def running_rows(rows=16):
@@ -49,10 +39,6 @@ def running_rows(rows=16):
     state.kv_index[:rows] = torch.arange(rows).int() * ROOM.new + state.count[:rows].cpu() - 1
     state.position[:rows] = state.first[:rows] + state.count[:rows] - 1
     return state
-
-
-def shuffled_slots(rows=16):
-    return torch.arange(rows, device=DEVICE).int().flip(0).contiguous()
 
 
 @pytest.mark.parametrize("norm, scale", zip(NORMS, [None, 4.875], strict=True), ids=["", "scaled"])
@@ -106,16 +92,20 @@ def attention_weights(bias, norms):
     )
 
 
-@pytest.mark.parametrize("bias, norms, norm", [(True, False, NORM), (False, True, NORM), (False, True, NORMS[1])])
-def test_rotate_write(bias, norms, norm):
+@pytest.mark.parametrize(
+    "bias, norms, norm, kind",
+    [(True, False, NORM, KIND), (False, True, NORM, KIND), (False, True, NORMS[1], GATED)],
+    ids=["biased", "normed", "gated, of partial rotary positions"],
+)
+def test_rotate_write(bias, norms, norm, kind):
     rows, slot, given = running_rows(), shuffled_slots(), attention_weights(bias, norms)
-    qkv = noise(16, KIND.qkv)
-    angle = torch.arange(ROOM.positions, device=DEVICE)[:, None] * torch.rand(KIND.head_dim // 2, device=DEVICE)
+    qkv = noise(16, kind.qkv)
+    angle = torch.arange(ROOM.positions, device=DEVICE)[:, None] * torch.rand(kind.rotary // 2, device=DEVICE)
     made = []
     for ops in (kernels, plain):
         query = torch.zeros(16, KIND.heads, KIND.head_dim, device=DEVICE)
         keys, values = torch.zeros(2, (ROOM.slots + 1) * ROOM.new, KIND.key_heads, KIND.head_dim, device=DEVICE)
-        ops.rotate_write(qkv, given, KIND, norm, (angle.cos(), angle.sin()), slot, rows, query, keys, values)
+        ops.rotate_write(qkv, given, kind, norm, (angle.cos(), angle.sin()), slot, rows, query, keys, values)
         made.append((query, keys, values))
     for found, expected in zip(*made, strict=True):
         close(found, expected)
@@ -152,9 +142,21 @@ def test_attend_in_pieces_equals_attention_over_all_keys(cut):
     made = []
     for ops in (kernels, plain):
         made.append(torch.empty(16, KIND.heads * KIND.head_dim, device=DEVICE))
-        ops.attend(query, KIND, cache, slot_table, rows, pieces(*cut), made[-1])
+        ops.attend(query, query, KIND, cache, slot_table, rows, pieces(*cut), made[-1])
     close(*made)
     assert made[1].any(1).tolist() == [True] * 7 + [False] * 9
+
+
+def test_gates_multiply_what_attention_reads():
+    rows, slot_table = running_rows(), SlotTable(16, ROOM, DEVICE)
+    slot_table.assign([2, 3, 0], [0] * 3 + [1] * 13, [0, 40], [40, 7])
+    query, qkv, cache, made = noise(16, KIND.heads, KIND.head_dim), noise(16, GATED.qkv), random_cache(KIND), []
+    for ops, kind in ((kernels, GATED), (plain, GATED), (plain, KIND)):
+        made.append(torch.empty(16, KIND.heads * KIND.head_dim, device=DEVICE))
+        ops.attend(query, qkv, kind, cache, slot_table, rows, pieces(3, 16, 16, 4), made[-1])
+    close(*made[:2])
+    gates = qkv[0, : 6 * 32].view(6, 2, 16)[:, 1].sigmoid().flatten()
+    close(made[1][0], made[2][0] * gates)
 
 
 @pytest.mark.parametrize("window", [1, 6, 9, 25, 100])
@@ -167,15 +169,15 @@ def test_a_window_counts_along_a_rows_own_path(window):
     kind = replace(KIND, window=window)
     for ops in (kernels, plain):
         made.append(torch.empty(16, KIND.heads * KIND.head_dim, device=DEVICE))
-        ops.attend(query, kind, cache, slot_table, rows, replace(pieces(3, 16, 16, 4), block=8), made[-1])
+        ops.attend(query, query, kind, cache, slot_table, rows, replace(pieces(3, 16, 16, 4), block=8), made[-1])
     close(*made)
     everything = torch.empty_like(made[1])
-    plain.attend(query, KIND, cache, slot_table, rows, pieces(3, 16, 16, 4), everything)
+    plain.attend(query, query, KIND, cache, slot_table, rows, pieces(3, 16, 16, 4), everything)
     assert torch.equal(everything, made[1]) == (window == 100)
     alone = SlotTable(16, ROOM, DEVICE)
     alone.assign([8], [0] * 16, [0], [40])
     single = torch.empty_like(made[0])
-    kernels.attend(query.roll(-1, 0), kind, cache, alone, rows, replace(pieces(3, 16, 16, 4), block=8), single)
+    kernels.attend(query.roll(-1, 0), query, kind, cache, alone, rows, replace(pieces(3, 16, 16, 4), block=8), single)
     assert torch.equal(single[0], made[0][1]), "whatever rows it reads the prompt with"
 
 
@@ -190,7 +192,7 @@ def test_a_larger_room_changes_no_bit_of_attention():
         cut = pieces(of_prompt, 16, 8, 4, rows=4)
         part, lse = (torch.cat([each, *spare * [each[:1]]]) for each in (cut.part, cut.lse))
         made.append(torch.empty(4, KIND.heads * KIND.head_dim, device=DEVICE))
-        kernels.attend(query, KIND, cache, slot_table, rows, replace(cut, part=part, lse=lse), made[-1])
+        kernels.attend(query, query, KIND, cache, slot_table, rows, replace(cut, part=part, lse=lse), made[-1])
     assert torch.equal(*made)
 
 

@@ -76,8 +76,8 @@ def test_tokens_and_log_probs_equal_those_of_the_plain_engine(family, targets, r
 
 def test_projections_without_an_adapter_have_rank_zero():
     layer = DecodeWeights(adapted(targets=["k_proj", "up_proj"]).model, torch.float32).layers[0]
-    assert layer.attention.out.adapter is None and layer.mlp.down.adapter is None
-    adapter = layer.attention.qkv.adapter
+    assert layer.mixer.out.adapter is None and layer.mlp.down.adapter is None
+    adapter = layer.mixer.qkv.adapter
     assert adapter.rank == 8, "4, rounded up"
     keys = fresh_backbone(FAMILY).language_model.layers[0].self_attn.k_proj.out_features
     low, up = adapter.low, adapter.up
@@ -100,7 +100,7 @@ def test_memory_lost_in_a_sleep_is_rewritten():
 def test_a_fused_product_is_that_of_the_layers_alone(dtype):
     backbone = adapted(rank_pattern={"k_proj": 3})
     weights = DecodeWeights(backbone.model, dtype)
-    attention, fused = backbone.language_model.layers[0].self_attn, weights.layers[0].attention
+    attention, fused = backbone.language_model.layers[0].self_attn, weights.layers[0].mixer
     x = torch.randn(5, weights.shape.hidden, generator=torch.Generator().manual_seed(0))
     out, scratch = torch.empty(5, len(fused.bias), dtype=dtype), torch.empty(5 * weights.rank, dtype=dtype)
     product(x.to(dtype), fused.qkv, out, scratch)
@@ -124,7 +124,7 @@ def test_a_frozen_base_is_adopted_and_float32_adapters_are_narrowed(base):
     layer, weights = backbone.language_model.layers[0], decode.weights
     frozen = layer.self_attn.q_proj.base_layer.weight
     assert not frozen.requires_grad
-    assert (weights.layers[0].attention.qkv.weight.data_ptr() == frozen.data_ptr()) == (base == torch.bfloat16)
+    assert (weights.layers[0].mixer.qkv.weight.data_ptr() == frozen.data_ptr()) == (base == torch.bfloat16)
     down = layer.mlp.down_proj
     assert torch.equal(weights.layers[0].mlp.down.adapter.low[:4], down.lora_A.default.weight.bfloat16())
     scaled = (down.lora_B.default.weight * down.scaling["default"]).bfloat16()

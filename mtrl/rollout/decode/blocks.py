@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mtrl.rollout.decode.buffers import CHUNK, PIECE, PIECES, AttentionPieces, Buffers, SlotTable
-from mtrl.rollout.decode.fused_weights import DecodeWeights, Projection
-from mtrl.rollout.decode.layers import Attention, Mlp
+from mtrl.rollout.decode.fused_weights import AttentionWeights, DecodeWeights, Projection, RecurrenceWeights
+from mtrl.rollout.decode.layers import Attention, Mlp, Recurrence
 
 BLOCK = 32  # keys at a time
 
@@ -51,13 +51,31 @@ class AttentionBlock:
     def run(self, i: int, x: Tensor, out: Tensor) -> None:
         space, kind, buffers = self.space, self.kind, self.space.buffers
         weights, cache, rows, do, table = (
-            space.weights.layers[i].attention, buffers.cache[i], buffers.rows, space.do, space.slot_table
+            space.weights.layers[i].mixer, buffers.cache[i], buffers.rows, space.do, space.slot_table
         )  # fmt: skip
+        assert isinstance(weights, AttentionWeights)
         angles, norm = buffers.angles[kind.positions], space.weights.shape.norm
         space.multiply(x, weights.qkv, self.qkv)
         do.rotate_write(self.qkv, weights, kind, norm, angles, table.slot, rows, self.query, *cache.own)
-        do.attend(self.query, kind, cache, table, rows, self.pieces, self.attended)
+        do.attend(self.query, self.qkv, kind, cache, table, rows, self.pieces, self.attended)
         space.multiply(self.attended, weights.out, out)
+
+
+class RecurrentBlock:
+    def __init__(self, space: Workspace, kind: Recurrence) -> None:
+        self.space, self.kind = space, kind
+        self.projected, self.mixed = space.empty("projected", kind.projected), space.empty("mixed", kind.mixed)
+        self.read, self.gated = space.empty("read", kind.values), space.empty("gated", kind.values)
+
+    def run(self, i: int, x: Tensor, out: Tensor) -> None:
+        space, kind, do, table = self.space, self.kind, self.space.do, self.space.slot_table
+        weights, states = space.weights.layers[i].mixer, space.buffers.states[i]
+        assert isinstance(weights, RecurrenceWeights)
+        space.multiply(x, weights.projected, self.projected)
+        do.convolve(self.projected, weights.convolution, states, table, kind, self.mixed)
+        do.update_state(self.mixed, self.projected, weights, states, table, kind, self.read)
+        do.gated_norm(self.read, self.projected, weights.norm, kind, space.weights.shape.norm.eps, self.gated)
+        space.multiply(self.gated, weights.out, out)
 
 
 class MlpBlock:
@@ -72,16 +90,19 @@ class MlpBlock:
         self.space.multiply(self.inner, weights.down, out)
 
 
+BLOCKS: dict[type, Any] = {Attention: AttentionBlock, Recurrence: RecurrentBlock, Mlp: MlpBlock}
+
+
 def make_blocks(space: Workspace) -> list[tuple[Block, Block]]:
     """The two blocks of each layer; layers of the same kind have the same ones."""
-    made: dict[Attention | Mlp, Block] = {}
+    made: dict[Any, Block] = {}
 
-    def make(kind: Attention | Mlp) -> Block:
+    def make(kind: Any) -> Block:
         if kind not in made:
-            made[kind] = AttentionBlock(space, kind) if isinstance(kind, Attention) else MlpBlock(space, kind)
+            made[kind] = BLOCKS[type(kind)](space, kind)
         return made[kind]
 
-    return [(make(layer.attention), make(layer.mlp)) for layer in space.weights.shape.layers]
+    return [(make(layer.mixer), make(layer.mlp)) for layer in space.weights.shape.layers]
 
 
 def product(x: Tensor, projection: Projection, out: Tensor, scratch: Tensor | None = None) -> None:

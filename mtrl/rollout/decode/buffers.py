@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mtrl.models.device_copy import to_device
+from mtrl.models.recurrent import TAPS
 from mtrl.rollout.decode.arena import Arena, make_arena, round_up
 from mtrl.rollout.decode.fused_weights import DecodeWeights
-from mtrl.rollout.decode.layers import Attention
+from mtrl.rollout.decode.layers import Attention, Recurrence
 
 MEMBERS = 8  # the most rows that read their prompt together
 PIECE = 256  # the fewest prompt tokens in a piece of attention
@@ -205,6 +207,33 @@ class KeysAndValues:
 
 
 @dataclass(frozen=True)
+class RecurrentStates:
+    """Those of a layer after some tokens of each row."""
+
+    state: Tensor  # [rows, value heads, key width, value width] float32
+    taps: Tensor  # [rows, TAPS, channels] the last inputs of the convolution
+
+    @classmethod
+    def allocate(cls, rows: int, kind: Recurrence, dtype: torch.dtype, arena: Arena) -> RecurrentStates:
+        state = arena.empty(torch.float32, rows, kind.value_heads, kind.key_dim, kind.value_dim)
+        return cls(state, arena.empty(dtype, rows, TAPS, kind.mixed))
+
+    @classmethod
+    def from_cache(cls, layer: Any) -> RecurrentStates:
+        """Of the rows of a pass, from its cache."""
+        return cls(layer.recurrent_states[0].float(), layer.conv_states[0][..., -TAPS:].transpose(1, 2))
+
+    @classmethod
+    def join(cls, parts: Sequence[RecurrentStates]) -> RecurrentStates:
+        return cls(torch.cat([each.state for each in parts]), torch.cat([each.taps for each in parts]))
+
+    def begin(self, slots: Tensor, prompts: RecurrentStates, prompt_of: Tensor) -> None:
+        """Give these slots the states that their prompts left behind."""
+        self.state.index_copy_(0, slots, prompts.state[prompt_of])
+        self.taps.index_copy_(0, slots, prompts.taps[prompt_of].to(self.taps.dtype))
+
+
+@dataclass(frozen=True)
 class AttentionPieces:
     """How attention is cut into pieces, and their results before they are summed."""
 
@@ -253,8 +282,12 @@ class Buffers:
         self.rows = Rows(room, device)
         self.rules = Rules(weights.shape.vocabulary, device)
         self.cache = {  # by the number of the layer
-            i: KeysAndValues.allocate(room, layer.attention, weights.dtype, self.arena)
-            for i, layer in enumerate(weights.shape.layers)
+            i: KeysAndValues.allocate(room, kind, weights.dtype, self.arena)
+            for i, kind in weights.shape.attentions.items()
+        }
+        self.states = {  # by slot; the unused one is never read
+            i: RecurrentStates.allocate(room.slots, kind, weights.dtype, self.arena)
+            for i, kind in weights.shape.recurrences.items()
         }
         self.angles = weights.angles(room.positions)  # by kind of layers
         self.scratch = ScratchBuffers(self.arena)

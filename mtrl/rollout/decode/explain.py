@@ -6,12 +6,14 @@ from typing import Any
 
 from torch import nn
 
+from mtrl.models.layer_kinds import RECURRENT, layer_kinds
 from mtrl.models.model_size import head_width
 from mtrl.rollout.decode.layers import ACTIVATIONS, LINEAR, Kind, activation_name, base_layer, projections, used_kinds
 
 # By the `model_type` of the language model's config: those whose code in transformers was read and computes what
 # `layers.py` can say, and nothing more. Modules alone do not tell: a factor on the residual is no module.
-READ = ("qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3", "qwen3_vl_text", "llama", "mistral", "gemma3_text")
+READ = ("qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3", "qwen3_vl_text", "llama", "mistral", "gemma3_text",
+        "qwen3_5_text")  # fmt: skip
 # Models of other kinds are decoded by the plain engine until tests/gpu/test_decode_cuda.py has passed for them on a
 # GPU; then a kind is added here. `GraphGenerator` itself takes all kinds.
 VERIFIED_ON_CUDA = frozenset({Kind.GROUPED_QUERIES, Kind.BIASES, Kind.HEAD_NORMS, Kind.SILU})
@@ -34,9 +36,12 @@ def explain_unsupported(language_model: Any, head: nn.Module) -> str | None:
     config = language_model.config
     if config.model_type not in READ:
         return f"the layers of the family {config.model_type!r} are not supported"
-    head_dim = head_width(config)
-    if head_dim < 16 or head_dim & (head_dim - 1):
-        return f"heads of {head_dim} numbers: the kernels take powers of two from 16"
+    widths = [head_width(config)]
+    if RECURRENT in layer_kinds(config):
+        widths += [config.linear_key_head_dim, config.linear_value_head_dim]
+    for width in widths:
+        if width < 16 or width & (width - 1):
+            return f"heads of {width} numbers: the kernels take powers of two from 16"
     if (activation := activation_name(config)) not in ACTIVATIONS:
         return f"an MLP with {activation}"
     if getattr(config, "attn_logit_softcapping", None):
@@ -64,7 +69,7 @@ def _explain_layer(layer: Any) -> str | None:
     fused = {*LINEAR["self_attn"][:3]}
     if biased - fused or biased & fused not in (set(), fused):
         return f"the bias of {min(biased - fused or fused - biased)}"
-    return _explain_head_norms(layer.self_attn)
+    return _explain_head_norms(layer.self_attn) if hasattr(layer, "self_attn") else None
 
 
 def _explain_head_norms(attention: Any) -> str | None:

@@ -56,6 +56,16 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True)
+class RecurrenceWeights:
+    projected: Projection  # queries, keys and values; gates; learning rates; decays
+    convolution: Tensor  # [channels, 1, 4]
+    log_decay: Tensor  # [value heads] in float32, as the model reads them
+    decay_bias: Tensor
+    norm: Tensor
+    out: Projection
+
+
+@dataclass(frozen=True)
 class MlpWeights:
     gate_up: Projection
     down: Projection
@@ -64,10 +74,10 @@ class MlpWeights:
 @dataclass(frozen=True)
 class DecodeLayer:
     norm: Tensor
-    attention: AttentionWeights
+    mixer: AttentionWeights | RecurrenceWeights
     mlp_norm: Tensor
     mlp: MlpWeights
-    after_attention: Tensor | None = None  # norms of what the blocks add
+    after_mixer: Tensor | None = None  # norms of what the blocks add
     after_mlp: Tensor | None = None
 
 
@@ -99,7 +109,7 @@ class DecodeWeights:
         self.head = self.embed if output is lm.embed_tokens.weight else self._follow(output)
         self.embed_scale = find_embed_scale(lm.embed_tokens, dtype)
         self._rotary = {
-            kind: rotary_frequencies(lm, kind) for kind in {layer.attention.positions for layer in self.shape.layers}
+            kind: rotary_frequencies(lm, kind) for kind in {each.positions for each in self.shape.attentions.values()}
         }
         self.refresh()
 
@@ -107,11 +117,16 @@ class DecodeWeights:
         mlp, after = layer.mlp, has_norms_after(layer)
         return DecodeLayer(
             norm=self._follow(layer.input_layernorm.weight),
-            attention=self._attention(layer.self_attn),
+            mixer=self._mixer(layer),
             mlp_norm=self._follow(mlp_norm(layer).weight),
             mlp=MlpWeights(self._projection(mlp.gate_proj, mlp.up_proj), self._projection(mlp.down_proj)),
-            after_attention=self._follow(layer.post_attention_layernorm.weight) if after else None,
+            after_mixer=self._follow(layer.post_attention_layernorm.weight) if after else None,
             after_mlp=self._follow(layer.post_feedforward_layernorm.weight) if after else None,
+        )
+
+    def _mixer(self, layer: Any) -> AttentionWeights | RecurrenceWeights:
+        return (
+            self._recurrence(layer.linear_attn) if hasattr(layer, "linear_attn") else self._attention(layer.self_attn)
         )
 
     def _attention(self, module: Any) -> AttentionWeights:
@@ -124,6 +139,16 @@ class DecodeWeights:
             query_norm=self._follow(module.q_norm.weight) if normed else None,
             key_norm=self._follow(module.k_norm.weight) if normed else None,
             out=self._projection(module.o_proj),
+        )
+
+    def _recurrence(self, module: Any) -> RecurrenceWeights:
+        return RecurrenceWeights(
+            self._projection(module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a),
+            convolution=self._follow(module.conv1d.weight),
+            log_decay=self._follow(module.A_log, dtype=torch.float32),
+            decay_bias=self._follow(module.dt_bias, dtype=torch.float32),
+            norm=self._follow(module.norm.weight),
+            out=self._projection(module.out_proj),
         )
 
     def _projection(self, *linears: Any) -> Projection:
@@ -148,16 +173,17 @@ class DecodeWeights:
             row, column = row + len(weight), column + width
         return LowRank(low, up)
 
-    def _follow(self, *parameters: nn.Parameter) -> Tensor:
+    def _follow(self, *parameters: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor:
         """One tensor that holds these parameters, one after the other."""
-        same = all(each.dtype == self.dtype for each in parameters)
+        dtype = dtype or self.dtype
+        same = all(each.dtype == dtype for each in parameters)
         if same and (fused := join_adjacent(parameters)) is not None:
             self.shared += [(each.detach(), each) for each in parameters]
             return fused
         first = parameters[0]
         size = (sum(len(each) for each in parameters), *first.shape[1:])
-        adopted = torch.empty(size, dtype=self.dtype, device=first.device) if same else None  # kept during sleep
-        fused = self.arena.empty(self.dtype, *size) if adopted is None else adopted
+        adopted = torch.empty(size, dtype=dtype, device=first.device) if same else None  # kept during sleep
+        fused = self.arena.empty(dtype, *size) if adopted is None else adopted
         for part, parameter in zip(fused.split([len(each) for each in parameters]), parameters, strict=True):
             part.copy_(parameter.detach())
             if same:

@@ -101,14 +101,14 @@ def _projected(qkv, bias, row, column, real, dtype: tl.constexpr, BIAS: tl.const
 
 @triton.jit
 def _rotated(
-    x1, x2, weight, cos, sin, c, real, eps,
+    x1, x2, weight, cos, sin, c1, c2, real, eps,
     D: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Both halves [heads, D / 2] of some heads, normed if the layer norms them, and rotated."""
     if NORM:
         scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
-        w1 = tl.load(weight + c, mask=real, other=0.0)[None, :]
-        w2 = tl.load(weight + D // 2 + c, mask=real, other=0.0)[None, :]
+        w1 = tl.load(weight + c1, mask=real, other=0.0)
+        w2 = tl.load(weight + c2, mask=real, other=0.0)
         x1 = _weighted(x1 * scale, w1, dtype, ONE_PLUS).to(tl.float32)
         x2 = _weighted(x2 * scale, w2, dtype, ONE_PLUS).to(tl.float32)
     return (x1 * cos - x2 * sin).to(dtype), (x2 * cos + x1 * sin).to(dtype)
@@ -118,39 +118,48 @@ def _rotated(
 def rotate_write_kernel(
     qkv, bias, q_norm, k_norm, cos, sin, slot, kv_index, position, query, keys, values, eps,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, SHARE: tl.constexpr, SHARE_B: tl.constexpr,
-    HALF_B: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr,
+    HALF_B: tl.constexpr, ROTARY: tl.constexpr, QD: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+    ONE_PLUS: tl.constexpr,
 ):  # fmt: skip
-    """One row and one key head: bias, norm and rotary positions; keys and values go into the cache at the kv_index."""
+    """One row and one key head: bias, norm and rotary positions; keys and values go into the cache at the kv_index. The
+    numbers of a head are read as pairs, which are rotated, or by no angle where they are not among the first ROTARY."""
     r, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dtype = query.dtype.element_ty
     HALF: tl.constexpr = D // 2
     c = tl.arange(0, HALF_B)
     real = c < HALF
     s = tl.load(slot + r)
-    angle = tl.load(position + s) * HALF
-    co = tl.load(cos + angle + c, mask=real, other=0.0).to(tl.float32)[None, :]
-    si = tl.load(sin + angle + c, mask=real, other=0.0).to(tl.float32)[None, :]
-    row = r * (HQ + 2 * HKV) * D
+    angle = tl.load(position + s) * (ROTARY // 2)
+    turned, c1, c2 = real, c, c + HALF
+    if ROTARY < D:
+        turned = c < ROTARY // 2
+        c1 = tl.where(turned, c, c + ROTARY // 2)
+        c2 = tl.where(turned, c + ROTARY // 2, c + HALF)
+    co = tl.load(cos + angle + c, mask=turned, other=1.0).to(tl.float32)[None, :]
+    si = tl.load(sin + angle + c, mask=turned, other=0.0).to(tl.float32)[None, :]
+    row = r * (HQ * QD + 2 * HKV * D)
     j, one = tl.arange(0, SHARE_B)[:, None], tl.arange(0, 1)[:, None]
     here, alone = (j < SHARE) & real[None, :], (one < 1) & real[None, :]
-    q_at = (h * SHARE + j) * D + c[None, :]
-    k_at = (HQ + h + one) * D + c[None, :]
-    v_at = (HQ + HKV + h + one) * D + c[None, :]
-    q1 = _projected(qkv, bias, row, q_at, here, dtype, BIAS)
-    q2 = _projected(qkv, bias, row, q_at + HALF, here, dtype, BIAS)
-    k1 = _projected(qkv, bias, row, k_at, alone, dtype, BIAS)
-    k2 = _projected(qkv, bias, row, k_at + HALF, alone, dtype, BIAS)
-    v1 = _projected(qkv, bias, row, v_at, alone, dtype, BIAS)
-    v2 = _projected(qkv, bias, row, v_at + HALF, alone, dtype, BIAS)
-    q1, q2 = _rotated(q1, q2, q_norm, co, si, c, real, eps, D, NORM, ONE_PLUS, dtype)
-    k1, k2 = _rotated(k1, k2, k_norm, co, si, c, real, eps, D, NORM, ONE_PLUS, dtype)
-    tl.store(query + r * HQ * D + q_at, q1, mask=here)
-    tl.store(query + r * HQ * D + q_at + HALF, q2, mask=here)
-    cell = (tl.load(kv_index + s).to(tl.int64) * HKV + h) * D + one + c[None, :]
-    tl.store(keys + cell, k1, mask=alone)
-    tl.store(keys + cell + HALF, k2, mask=alone)
-    tl.store(values + cell, v1.to(dtype), mask=alone)
-    tl.store(values + cell + HALF, v2.to(dtype), mask=alone)
+    c1, c2 = c1[None, :], c2[None, :]
+    q_at = (h * SHARE + j) * QD
+    k_at = HQ * QD + (h + one) * D
+    v_at = HQ * QD + (HKV + h + one) * D
+    q1 = _projected(qkv, bias, row, q_at + c1, here, dtype, BIAS)
+    q2 = _projected(qkv, bias, row, q_at + c2, here, dtype, BIAS)
+    k1 = _projected(qkv, bias, row, k_at + c1, alone, dtype, BIAS)
+    k2 = _projected(qkv, bias, row, k_at + c2, alone, dtype, BIAS)
+    v1 = _projected(qkv, bias, row, v_at + c1, alone, dtype, BIAS)
+    v2 = _projected(qkv, bias, row, v_at + c2, alone, dtype, BIAS)
+    q1, q2 = _rotated(q1, q2, q_norm, co, si, c1, c2, real[None, :], eps, D, NORM, ONE_PLUS, dtype)
+    k1, k2 = _rotated(k1, k2, k_norm, co, si, c1, c2, real[None, :], eps, D, NORM, ONE_PLUS, dtype)
+    to = query + (r * HQ + h * SHARE + j) * D
+    tl.store(to + c1, q1, mask=here)
+    tl.store(to + c2, q2, mask=here)
+    cell = (tl.load(kv_index + s).to(tl.int64) * HKV + h) * D + one
+    tl.store(keys + cell + c1, k1, mask=alone)
+    tl.store(keys + cell + c2, k2, mask=alone)
+    tl.store(values + cell + c1, v1.to(dtype), mask=alone)
+    tl.store(values + cell + c2, v2.to(dtype), mask=alone)
 
 
 # ------------------------------------------------------------------------------------------------------------ attention
@@ -260,11 +269,13 @@ def attend_kernel(
 
 @triton.jit
 def combine_kernel(
-    part, lse, slot, out, unused_slot, rows,
-    HQ: tl.constexpr, D: tl.constexpr, PIECES: tl.constexpr, PIECES_B: tl.constexpr,
+    part, lse, slot, qkv, out, unused_slot, rows,
+    HQ: tl.constexpr, D: tl.constexpr, PIECES: tl.constexpr, PIECES_B: tl.constexpr, STRIDE: tl.constexpr,
+    GATED: tl.constexpr,
 ):  # fmt: skip
     """Adds the pieces of attention of one row and head in order, weighted by their mass: pieces without keys, of which
-    a larger room has more, change no bit. A row without a response becomes zeros."""
+    a larger room has more, change no bit. A row without a response becomes zeros. GATED: times the sigmoid of the
+    numbers after the head's queries."""
     r, h = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, PIECES_B)
     d = tl.arange(0, D)
@@ -277,7 +288,12 @@ def combine_kernel(
         weight = tl.sum(tl.where(i == p, weights, 0.0))
         y += weight * tl.load(part + ((p * rows + r) * HQ + h) * D + d, mask=d < tl.where(weight > 0, D, 0), other=0.0)
         total += weight
-    tl.store(out + (r * HQ + h) * D + d, (y / tl.maximum(total, 1e-30)).to(out.dtype.element_ty))
+    y = (y / tl.maximum(total, 1e-30)).to(out.dtype.element_ty)
+    if GATED:
+        gate = tl.load(qkv + r * STRIDE + (2 * h + 1) * D + d).to(tl.float32)
+        gate = (1 / (1 + tl.exp(-gate))).to(y.dtype).to(tl.float32)
+        y = (y.to(tl.float32) * gate).to(y.dtype)
+    tl.store(out + (r * HQ + h) * D + d, y)
 
 
 # ------------------------------------------------------------------------------------------------------------ launching
@@ -320,15 +336,16 @@ def rotate_write(
     rotate_write_kernel[(len(slot), kind.key_heads)](
         qkv, bias, query_norm, key_norm, *angles, slot, rows.kv_index, rows.position, query, keys, values, norm.eps,
         HQ=kind.heads, HKV=kind.key_heads, D=kind.head_dim, SHARE=kind.share, SHARE_B=power_of_two(kind.share),
-        HALF_B=power_of_two(kind.head_dim // 2), BIAS=weights.bias is not None, NORM=weights.query_norm is not None,
-        ONE_PLUS=norm.one_plus,
+        HALF_B=power_of_two(kind.head_dim // 2), ROTARY=kind.rotary, QD=kind.query_dim, BIAS=weights.bias is not None,
+        NORM=weights.query_norm is not None, ONE_PLUS=norm.one_plus,
     )  # fmt: skip
 
 
 def attend(
-    query: Tensor, kind: Attention, cache: KeysAndValues, table: SlotTable, rows: Rows, pieces: AttentionPieces,
-    out: Tensor,
+    query: Tensor, qkv: Tensor, kind: Attention, cache: KeysAndValues, table: SlotTable, rows: Rows,
+    pieces: AttentionPieces, out: Tensor,
 ) -> None:  # fmt: skip
+    """`qkv` has the gates of the output, if it has gates."""
     count, (groups, members) = len(table.slot), table.members.shape
     own_pieces = len(pieces.part) - pieces.of_prompt
     programs = groups * kind.key_heads * pieces.of_prompt + count * kind.key_heads * own_pieces
@@ -341,6 +358,7 @@ def attend(
         num_stages=3 if kind.head_dim <= WIDE_HEAD else 2,
     )  # fmt: skip
     combine_kernel[(count, kind.heads)](
-        pieces.part, pieces.lse, table.slot, out, table.unused_slot, count, HQ=kind.heads, D=kind.head_dim,
-        PIECES=len(pieces.part), PIECES_B=power_of_two(len(pieces.part)), num_warps=1,
+        pieces.part, pieces.lse, table.slot, qkv, out, table.unused_slot, count, HQ=kind.heads, D=kind.head_dim,
+        PIECES=len(pieces.part), PIECES_B=power_of_two(len(pieces.part)), STRIDE=kind.qkv, GATED=kind.gated,
+        num_warps=1,
     )  # fmt: skip

@@ -14,9 +14,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from mtrl.models.layer_kinds import layer_kinds, make_mask_rules
+from mtrl.models.layer_kinds import RECURRENT, layer_kinds, make_mask_rules
 
-LINEAR = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
+LINEAR = {  # the projections of each block
+    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "linear_attn": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,9 @@ class Attention:
     key_heads: int
     head_dim: int
     scale: float  # of the products of queries and keys
+    rotary: int  # the first numbers of a head, which are rotated
     positions: str = ""  # the kind of layers whose rotary positions it has
+    gated: bool = False  # a head's output is multiplied by the sigmoid of numbers that are projected with its queries
     window: int | None = None  # the last tokens that it sees, the own one among them; None: all
 
     @property
@@ -36,13 +42,42 @@ class Attention:
         return self.heads // self.key_heads
 
     @property
+    def query_dim(self) -> int:
+        """Numbers of a head's queries and gates."""
+        return self.head_dim * (2 if self.gated else 1)
+
+    @property
     def qkv(self) -> int:
         """Numbers of a token's queries, keys and values."""
-        return (self.heads + 2 * self.key_heads) * self.head_dim
+        return self.heads * self.query_dim + 2 * self.key_heads * self.head_dim
 
     @property
     def out(self) -> int:
         return self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """A gated delta net (`models/delta_rule.py`): a convolution of the last four tokens, then a state for each head."""
+
+    key_heads: int  # of queries, too
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def mixed(self) -> int:
+        """Numbers of a token's queries, keys and values, which the convolution reads."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def projected(self) -> int:
+        """These, the output's gates, and learning rate and decay of each head."""
+        return self.mixed + self.values + 2 * self.value_heads
 
 
 @dataclass(frozen=True)
@@ -58,7 +93,7 @@ class Layer:
     """Two blocks that add to the residual: one that reads other tokens, one that does not. Norms come before each, and
     in some models after each, too."""
 
-    attention: Attention
+    mixer: Attention | Recurrence
     mlp: Mlp
 
 
@@ -79,6 +114,15 @@ class Shape:
     norm: Norm
     layers: tuple[Layer, ...]
 
+    @property
+    def attentions(self) -> dict[int, Attention]:
+        """By the number of the layer."""
+        return {i: layer.mixer for i, layer in enumerate(self.layers) if isinstance(layer.mixer, Attention)}
+
+    @property
+    def recurrences(self) -> dict[int, Recurrence]:
+        return {i: layer.mixer for i, layer in enumerate(self.layers) if isinstance(layer.mixer, Recurrence)}
+
 
 class Kind(StrEnum):
     """What a layer may consist of."""
@@ -92,39 +136,45 @@ class Kind(StrEnum):
     ONE_PLUS_NORMS = "norms that multiply by 1 + weight"
     NORMS_AFTER = "norms after attention and MLP"
     SCALED_EMBEDDINGS = "scaled embeddings"
+    RECURRENT = "recurrent layers"
+    GATED_OUTPUTS = "gates of the attention's output"
+    PARTIAL_ROTARY = "rotary positions of a part of each head"
 
 
 # By the names of transformers: those that the kernels have.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-ONE_PLUS = ("gemma3_text",)  # models whose norms multiply by 1 + weight
+ONE_PLUS = ("gemma3_text", "qwen3_5_text")  # models whose norms multiply by 1 + weight
 
 
 def decoder_shape(language_model: Any) -> Shape:
     config = language_model.config
-    windows = {kind: rule.window for kind, rule in make_mask_rules(config, image_blocks=False).items()}
     activation = ACTIVATIONS[activation_name(config)]
     return Shape(
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
         norm=Norm(config.rms_norm_eps, one_plus=config.model_type in ONE_PLUS),
         layers=tuple(
-            Layer(
-                _read_attention(layer.self_attn, positions=kind, window=windows[kind]),
-                Mlp(_out_features(layer.mlp.gate_proj), activation),
-            )
+            Layer(_read_mixer(language_model, layer, kind), Mlp(_out_features(layer.mlp.gate_proj), activation))
             for layer, kind in zip(language_model.layers, layer_kinds(config), strict=True)
         ),
     )
 
 
-def _read_attention(module: Any, **by_kind: Any) -> Attention:
-    head_dim = module.head_dim
+def _read_mixer(language_model: Any, layer: Any, kind: str) -> Attention | Recurrence:
+    if kind == RECURRENT:
+        module = layer.linear_attn
+        return Recurrence(module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim)
+    module, rules = layer.self_attn, make_mask_rules(language_model.config, image_blocks=False)
+    outputs, head_dim = base_layer(module.o_proj).in_features, module.head_dim
     return Attention(
-        heads=_out_features(module.q_proj) // head_dim,
+        heads=outputs // head_dim,
         key_heads=_out_features(module.k_proj) // head_dim,
         head_dim=head_dim,
         scale=module.scaling,
-        **by_kind,
+        rotary=2 * len(rotary_frequencies(language_model, kind)[0]),
+        positions=kind,
+        gated=_out_features(module.q_proj) == 2 * outputs,
+        window=rules[kind].window,
     )
 
 
@@ -157,23 +207,25 @@ def _out_features(linear: Any) -> int:
 
 def used_kinds(language_model: Any) -> set[Kind]:
     """All that a supported model consists of."""
-    shape = decoder_shape(language_model)
-    kinds = {Kind.GROUPED_QUERIES}
-    kinds |= {Kind.SILU if layer.mlp.activation == "silu" else Kind.GELU for layer in shape.layers}
-    if any(layer.attention.window for layer in shape.layers):
-        kinds.add(Kind.WINDOWS)
-    if shape.norm.one_plus:
-        kinds.add(Kind.ONE_PLUS_NORMS)
-    if hasattr(language_model.embed_tokens, "embed_scale"):
-        kinds.add(Kind.SCALED_EMBEDDINGS)
-    for layer in language_model.layers:
-        if has_norms_after(layer):
-            kinds.add(Kind.NORMS_AFTER)
-        if base_layer(layer.self_attn.q_proj).bias is not None:
-            kinds.add(Kind.BIASES)
-        if hasattr(layer.self_attn, "q_norm"):
-            kinds.add(Kind.HEAD_NORMS)
-    return kinds
+    shape, layers = decoder_shape(language_model), language_model.layers
+    attentions = shape.attentions.values()
+    modules = [layers[i].self_attn for i in shape.attentions]
+    activations = {layer.mlp.activation for layer in shape.layers}
+    used = {
+        Kind.GROUPED_QUERIES: attentions,
+        Kind.BIASES: any(base_layer(each.q_proj).bias is not None for each in modules),
+        Kind.HEAD_NORMS: any(hasattr(each, "q_norm") for each in modules),
+        Kind.SILU: "silu" in activations,
+        Kind.GELU: "gelu_tanh" in activations,
+        Kind.WINDOWS: any(each.window for each in attentions),
+        Kind.ONE_PLUS_NORMS: shape.norm.one_plus,
+        Kind.NORMS_AFTER: any(has_norms_after(each) for each in layers),
+        Kind.SCALED_EMBEDDINGS: hasattr(language_model.embed_tokens, "embed_scale"),
+        Kind.RECURRENT: shape.recurrences,
+        Kind.GATED_OUTPUTS: any(each.gated for each in attentions),
+        Kind.PARTIAL_ROTARY: any(each.rotary < each.head_dim for each in attentions),
+    }
+    return {kind for kind, is_used in used.items() if is_used}
 
 
 # --------------------------------------------------------------------------------------------------------- projections
@@ -188,7 +240,7 @@ class Adapter(NamedTuple):
 def projections(layer: Any) -> Iterator[tuple[str, Any]]:
     """The names and modules of a layer's linear projections; None for one that is missing."""
     for block, names in LINEAR.items():
-        for name in names:
+        for name in names if hasattr(layer, block) else ():
             yield name, getattr(getattr(layer, block), name, None)
 
 

@@ -80,7 +80,7 @@ def update_state_kernel(
     beta = (1 / (1 + tl.exp(-beta))).to(dtype).to(tl.float32)
     speed = tl.load(rates + r * STRIDE + HV + h).to(tl.float32) + tl.load(bias + h)
     decay = tl.exp(-tl.exp(tl.load(log_decay + h)) * _softplus(speed))
-    live = tl.full([K, BV], 1, tl.int1) & (s != unused_slot)
+    live = (k_at[:, None] < K) & (s != unused_slot)
     cell = state + ((s * HV + h) * K + k_at[:, None]) * V + v_at[None, :]
     x = tl.load(cell, mask=live, other=0.0) * decay
     correction = beta * (v - tl.sum(x * k[:, None], 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ TILE = 64  # tokens of the vocabulary whose mass is summed
 
 @dataclass(frozen=True)
 class Ops:
-    """The modules of everything but the matrix products: kernels, or `tests/torch_ops.py` for both."""
+    """The functions of everything but the matrix products: kernels, or `tests/torch_ops.py` for both."""
 
     layer: Any
     sampling: Any
@@ -24,9 +25,9 @@ class Ops:
 
 def triton_ops() -> Ops:
     """The Triton kernels; raises ImportError if Triton is not installed."""
-    from mtrl.rollout.decode import layer_kernels, sampling_kernels
+    from mtrl.rollout.decode import layer_kernels, recurrent_kernels, sampling_kernels
 
-    return Ops(layer_kernels, sampling_kernels)
+    return Ops(SimpleNamespace(**vars(layer_kernels) | vars(recurrent_kernels)), sampling_kernels)
 
 
 class Step:
@@ -59,9 +60,9 @@ class Step:
             self.slot_table.slot, token, table, layers[0].norm, self.residual, self.normed, norm, scale
         )  # fmt: skip
         following = [layer.norm for layer in layers[1:]] + [weights.norm]
-        for i, (attention, mlp) in enumerate(self.blocks):
-            attention.run(i, self.normed, self.update)
-            do.add_norm(self.update, self.residual, layers[i].mlp_norm, self.normed, norm, layers[i].after_attention)
+        for i, (mixer, mlp) in enumerate(self.blocks):
+            mixer.run(i, self.normed, self.update)
+            do.add_norm(self.update, self.residual, layers[i].mlp_norm, self.normed, norm, layers[i].after_mixer)
             mlp.run(i, self.normed, self.update)
             do.add_norm(self.update, self.residual, following[i], self.normed, norm, layers[i].after_mlp)
 
