@@ -3,6 +3,8 @@ for tests, also used to run the engine without Triton."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,6 +14,7 @@ from mtrl.rollout.decode.buffers import (
     AttentionPieces,
     KeysAndValues,
     Mode,
+    Pairs,
     RecurrentStates,
     Rows,
     Rules,
@@ -131,6 +134,37 @@ def gated_norm(
     gate = projected[:, kind.mixed : kind.mixed + kind.values].float()
     normed = _rms(read.unflatten(-1, (-1, kind.value_dim)), weight, Norm(eps)).flatten(1)
     out.copy_(normed * F.silu(gate))
+
+
+def route(logits: Tensor, table: SlotTable, rows: Rows, place: int, pairs: Pairs) -> None:
+    shares, experts = logits.softmax(-1, dtype=torch.float32).topk(pairs.chosen)
+    for row, slot in live_rows(table):
+        rows.experts[slot, min(int(rows.count[slot]), rows.new - 1), place] = experts[row].to(rows.experts.dtype)
+    pairs.weight.copy_(shares / shares.sum(-1, keepdim=True))
+    pairs.expert.copy_(torch.where((table.slot == table.unused_slot)[:, None], logits.shape[1], experts))
+
+
+def order_pairs(pairs: Pairs) -> None:
+    experts = pairs.expert.flatten()
+    pairs.order.copy_(experts.argsort(stable=True))
+    pairs.start.copy_(torch.searchsorted(experts.sort().values, torch.arange(len(pairs.start), device=experts.device)))
+
+
+def multiply_pairs(x: Tensor, matrices: Tensor, pairs: Pairs, out: Tensor, *, weighted: bool) -> None:
+    share = pairs.expert.numel() // len(x)
+    for expert, (low, high) in enumerate(pairwise(pairs.start.tolist())):
+        each = pairs.order[low:high].long()
+        product = x[each // share] @ matrices[expert].T
+        out[each] = product * pairs.weight.flatten()[each, None] if weighted else product
+
+
+def merge_experts(
+    parts: Tensor, pairs: Pairs, table: SlotTable, x: Tensor, shared: tuple[Tensor, Tensor] | None, out: Tensor
+) -> None:
+    out.zero_()
+    rows = [row for row, _ in live_rows(table)]
+    merged = parts.unflatten(0, (-1, pairs.chosen))[rows].float().sum(1).to(out.dtype)
+    out[rows] = merged if shared is None else merged + F.linear(x[rows], shared[1]).sigmoid() * shared[0][rows]
 
 
 def live_rows(table: SlotTable) -> list[tuple[int, int]]:

@@ -66,8 +66,9 @@ def test_add_norm(dtype, norm, has_after):
         residual, out = before.clone(), torch.empty_like(before)
         ops.add_norm(update, residual, weight, out, norm, after if has_after else None)
         made.append((residual, out))
-    close(made[0][0], made[1][0], dtype)
-    close(made[0][1], made[1][1], dtype)
+    magnitude = 4.0 if has_after else 0.0
+    close(made[0][0], made[1][0], dtype, magnitude)
+    close(made[0][1], made[1][1], dtype, magnitude)
     assert not torch.equal(made[0][0], before)
 
 
@@ -148,37 +149,39 @@ def test_attend_in_pieces_equals_attention_over_all_keys(cut):
 
 
 def test_gates_multiply_what_attention_reads():
-    rows, slot_table = running_rows(), SlotTable(16, ROOM, DEVICE)
+    rows, slot_table = running_rows(), SlotTable(4, ROOM, DEVICE)
     slot_table.assign([2, 3, 0], [0] * 3 + [1] * 13, [0, 40], [40, 7])
-    query, qkv, cache, made = noise(16, KIND.heads, KIND.head_dim), noise(16, GATED.qkv), random_cache(KIND), []
+    query, qkv, cache, made = noise(4, KIND.heads, KIND.head_dim), noise(4, GATED.qkv), random_cache(KIND), []
     for ops, kind in ((kernels, GATED), (plain, GATED), (plain, KIND)):
-        made.append(torch.empty(16, KIND.heads * KIND.head_dim, device=DEVICE))
-        ops.attend(query, qkv, kind, cache, slot_table, rows, pieces(3, 16, 16, 4), made[-1])
+        made.append(torch.empty(4, KIND.heads * KIND.head_dim, device=DEVICE))
+        ops.attend(query, qkv, kind, cache, slot_table, rows, pieces(3, 16, 16, 4, rows=4), made[-1])
     close(*made[:2])
     gates = qkv[0, : 6 * 32].view(6, 2, 16)[:, 1].sigmoid().flatten()
     close(made[1][0], made[2][0] * gates)
 
 
-@pytest.mark.parametrize("window", [1, 6, 9, 25, 100])
+@pytest.mark.parametrize("window", [1, 9, 30, 100])
 def test_a_window_counts_along_a_rows_own_path(window):
-    """Prompts of 40 and 7 tokens, rows of a group that have 1 to 9 tokens: some see no piece of the prompt, or only its
-    end; one that sees none of a block must not become NaN."""
-    rows, slot_table = running_rows(), SlotTable(16, ROOM, DEVICE)
-    slot_table.assign([2, 8, 0, 5, 6, 9, 12], [0] * 4 + [1] * 4 + [0] * 8, [0, 40], [40, 7])
-    query, cache, made = noise(16, KIND.heads, KIND.head_dim), random_cache(KIND), []
+    """Rows of a group with 9, 3 and 1 own tokens: some see no piece of their prompt of 40, or only its end. One that
+    sees nothing of a block must not become NaN."""
+    rows, slot_table = running_rows(), SlotTable(4, ROOM, DEVICE)
+    slot_table.assign([8, 2, 0, 5], [0] * 4 + [1] * 4 + [0] * 8, [0, 40], [40, 7])
+    query, cache = noise(4, KIND.heads, KIND.head_dim), random_cache(KIND)
+    cut = replace(pieces(3, 16, 16, 4, rows=4), block=8)
+
+    def attend(ops, kind, table, query=query):
+        out = torch.empty(4, KIND.heads * KIND.head_dim, device=DEVICE)
+        ops.attend(query, query, kind, cache, table, rows, cut, out)
+        return out
+
     kind = replace(KIND, window=window)
-    for ops in (kernels, plain):
-        made.append(torch.empty(16, KIND.heads * KIND.head_dim, device=DEVICE))
-        ops.attend(query, query, kind, cache, slot_table, rows, replace(pieces(3, 16, 16, 4), block=8), made[-1])
-    close(*made)
-    everything = torch.empty_like(made[1])
-    plain.attend(query, query, KIND, cache, slot_table, rows, pieces(3, 16, 16, 4), everything)
-    assert torch.equal(everything, made[1]) == (window == 100)
-    alone = SlotTable(16, ROOM, DEVICE)
-    alone.assign([8], [0] * 16, [0], [40])
-    single = torch.empty_like(made[0])
-    kernels.attend(query.roll(-1, 0), query, kind, cache, alone, rows, replace(pieces(3, 16, 16, 4), block=8), single)
-    assert torch.equal(single[0], made[0][1]), "whatever rows it reads the prompt with"
+    found, expected = attend(kernels, kind, slot_table), attend(plain, kind, slot_table)
+    close(found, expected)
+    assert torch.equal(attend(plain, KIND, slot_table), expected) == (window == 100)
+    alone = SlotTable(4, ROOM, DEVICE)
+    alone.assign([2], [0] * 16, [0], [40])
+    single = attend(kernels, kind, alone, query.roll(-1, 0))
+    assert torch.equal(single[0], found[1]), "whatever rows it reads the prompt with"
 
 
 def test_a_larger_room_changes_no_bit_of_attention():

@@ -7,9 +7,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mtrl.rollout.decode.buffers import CHUNK, PIECE, PIECES, AttentionPieces, Buffers, SlotTable
-from mtrl.rollout.decode.fused_weights import AttentionWeights, DecodeWeights, Projection, RecurrenceWeights
-from mtrl.rollout.decode.layers import Attention, Mlp, Recurrence
+from mtrl.rollout.decode.buffers import CHUNK, PIECE, PIECES, AttentionPieces, Buffers, Pairs, SlotTable
+from mtrl.rollout.decode.fused_weights import (
+    AttentionWeights,
+    DecodeWeights,
+    MlpWeights,
+    Projection,
+    RecurrenceWeights,
+)
+from mtrl.rollout.decode.layers import Attention, Mixture, Mlp, Recurrence
 
 BLOCK = 32  # keys at a time
 
@@ -85,12 +91,57 @@ class MlpBlock:
 
     def run(self, i: int, x: Tensor, out: Tensor) -> None:
         weights = self.space.weights.layers[i].mlp
+        assert isinstance(weights, MlpWeights)
+        self.multiply(weights, x, out)
+
+    def multiply(self, weights: MlpWeights, x: Tensor, out: Tensor) -> None:
         self.space.multiply(x, weights.gate_up, self.both)
         self.space.do.gate_mul(self.both, self.inner, self.kind.activation)
         self.space.multiply(self.inner, weights.down, out)
 
 
-BLOCKS: dict[type, Any] = {Attention: AttentionBlock, Recurrence: RecurrentBlock, Mlp: MlpBlock}
+class MixtureBlock:
+    """Chooses experts for each row and multiplies by theirs alone, in orders and sizes that a graph can capture."""
+
+    def __init__(self, space: Workspace, kind: Mixture) -> None:
+        self.space, self.kind, scratch, rows = space, kind, space.buffers.scratch, space.rows
+        self.place = {i: place for place, i in enumerate(space.weights.shape.mixtures)}
+        self.logits = space.empty("routed", kind.experts)
+        self.pairs = Pairs(
+            space.empty("expert", kind.chosen, dtype=torch.int32),
+            space.empty("expert weight", kind.chosen),
+            scratch("order", torch.int32, rows * kind.chosen),
+            scratch("start", torch.int32, kind.experts + 1),
+        )
+        self.both, self.inner, self.parts = (
+            scratch(name, space.weights.dtype, rows * kind.chosen, width)
+            for name, width in (
+                ("expert both", 2 * kind.inner), ("expert inner", kind.inner), ("parts", space.weights.shape.hidden)
+            )
+        )  # fmt: skip
+        self.shared: tuple[MlpBlock, Tensor] | None = None
+        if kind.shared:
+            mlp = MlpBlock(space, Mlp(kind.shared, kind.activation))
+            self.shared = mlp, space.empty("shared", space.weights.shape.hidden)
+
+    def run(self, i: int, x: Tensor, out: Tensor) -> None:
+        space, do, pairs, table = self.space, self.space.do, self.pairs, self.space.slot_table
+        weights: Any = space.weights.layers[i].mlp
+        space.multiply(x, weights.router, self.logits)
+        do.route(self.logits, table, space.buffers.rows, self.place[i], pairs)
+        do.order_pairs(pairs)
+        do.multiply_pairs(x, weights.gate_up, pairs, self.both, weighted=False)
+        do.gate_mul(self.both, self.inner, self.kind.activation)
+        do.multiply_pairs(self.inner, weights.down, pairs, self.parts, weighted=True)
+        shared = None
+        if self.shared is not None:
+            mlp, said = self.shared
+            mlp.multiply(weights.shared.mlp, x, said)
+            shared = said, weights.shared.gate
+        do.merge_experts(self.parts, pairs, table, x, shared, out)
+
+
+BLOCKS: dict[type, Any] = {Attention: AttentionBlock, Recurrence: RecurrentBlock, Mlp: MlpBlock, Mixture: MixtureBlock}
 
 
 def make_blocks(space: Workspace) -> list[tuple[Block, Block]]:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from mtrl.models.device_copy import to_device
 from mtrl.models.recurrent import TAPS
+from mtrl.models.routing import expert_dtype
 from mtrl.rollout.decode.arena import Arena, make_arena, round_up
 from mtrl.rollout.decode.fused_weights import DecodeWeights
-from mtrl.rollout.decode.layers import Attention, Recurrence
+from mtrl.rollout.decode.layers import Attention, Mixture, Recurrence
 
 MEMBERS = 8  # the most rows that read their prompt together
 PIECE = 256  # the fewest prompt tokens in a piece of attention
@@ -84,7 +85,8 @@ class Rows:
     """The state of each response, by slot. When rows end, only the slot table changes, and nothing is moved; their
     slots go to the next responses. The last slot is unused: rows without a response write there."""
 
-    def __init__(self, room: Room, device: torch.device) -> None:
+    def __init__(self, room: Room, device: torch.device, mixtures: Sequence[Mixture] = ()) -> None:
+        """`mixtures`: those of the layers that have one."""
         self.slots, self.new = room.slots, room.new
         (
             self.token,  # the last one
@@ -99,6 +101,9 @@ class Rows:
         self.tokens = torch.zeros(room.slots + 1, room.new, dtype=torch.int32, device=device)
         self.logps = torch.zeros(room.slots + 1, room.new, device=device)
         self.uniforms = torch.zeros(room.slots + 1, room.new, dtype=torch.float64, device=device)
+        dtype = expert_dtype(max((each.experts for each in mixtures), default=0))
+        chosen = len(mixtures), max((each.chosen for each in mixtures), default=0)
+        self.experts = torch.zeros(room.slots + 1, room.new, *chosen, dtype=dtype, device=device)
 
     def clear(self) -> None:
         """For a new batch; the unused slot, which rows without a response share, has counted tokens, too."""
@@ -115,9 +120,9 @@ class Rows:
         self.first.index_copy_(0, slots, first)
         self.uniforms[:, :tokens].index_copy_(0, slots, uniforms)
 
-    def take(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Copies of the tokens, log-probs and lengths in these slots."""
-        return self.tokens[slots], self.logps[slots], self.lengths[slots]
+    def take(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Copies of the tokens, log-probs, experts and lengths in these slots."""
+        return self.tokens[slots], self.logps[slots], self.experts[slots], self.lengths[slots]
 
 
 @dataclass(frozen=True)
@@ -247,6 +252,20 @@ class AttentionPieces:
 
 
 @dataclass(frozen=True)
+class Pairs:
+    """Each row with each expert that its router chose."""
+
+    expert: Tensor  # [rows, chosen]; the number of experts for rows without a response
+    weight: Tensor  # [rows, chosen]
+    order: Tensor  # [rows * chosen] pairs, by expert
+    start: Tensor  # [experts + 1] where each expert's begin in `order`
+
+    @property
+    def chosen(self) -> int:
+        return self.expert.shape[1]
+
+
+@dataclass(frozen=True)
 class Tiles:
     """The highest logit of each tile of the vocabulary, and the tile's mass relative to it: [rows, tiles] float32."""
 
@@ -279,7 +298,7 @@ class Buffers:
 
     def __init__(self, weights: DecodeWeights, room: Room, device: torch.device) -> None:
         self.room, self.device, self.arena = room, device, make_arena(device)
-        self.rows = Rows(room, device)
+        self.rows = Rows(room, device, [*weights.shape.mixtures.values()])
         self.rules = Rules(weights.shape.vocabulary, device)
         self.cache = {  # by the number of the layer
             i: KeysAndValues.allocate(room, kind, weights.dtype, self.arena)

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mtrl.models.backbone import Backbone, Cache, prompt_positions, vision_tokens
 from mtrl.models.device_copy import to_device
 from mtrl.models.document_mask import DocumentMask
+from mtrl.models.routing import ExpertRecorder
 from mtrl.protocols import PromptEncoder
 from mtrl.rollout.decode.arena import round_up
 from mtrl.rollout.decode.buffers import Buffers, Mode, RecurrentStates, Room
@@ -61,6 +62,7 @@ class Prefilled:
     """Prompts whose keys and values are in the cache."""
 
     hidden: Tensor  # [prompts, H] of their last tokens
+    experts: Tensor  # [prompts, layers, k] of their last tokens
     states: dict[int, RecurrentStates]  # after them, by layer
     starts: list[int]  # the index of each in the cache
     lengths: list[int]
@@ -149,23 +151,24 @@ class GraphGenerator(LocalGenerator):
         lengths = [len(prompt.ids) for prompt in prompts]
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
         at_once = prompts_at_once(max(lengths))
-        hidden, states = [], []
+        parts = []
         for low in range(0, len(prompts), at_once):
             batch = slice(low, low + at_once)
-            read = self._read(buffers, prompts[batch], inputs[batch], positions[batch], starts[low])
-            hidden.append(read[0])
-            states.append(read[1])
+            parts.append(self._read(buffers, prompts[batch], inputs[batch], positions[batch], starts[low]))
+        hidden, experts, states = zip(*parts, strict=True)
         joined = {i: RecurrentStates.join([each[i] for each in states]) for i in buffers.states}
-        return Prefilled(torch.cat(hidden), joined, starts, lengths, first)
+        return Prefilled(torch.cat(hidden), torch.cat(experts), joined, starts, lengths, first)
 
     def _read(
         self, buffers: Buffers, prompts: Sequence[Prompt], inputs: Sequence[dict[str, Tensor]],
         positions: Sequence[Tensor], start: int,
-    ) -> tuple[Tensor, dict[int, RecurrentStates]]:  # fmt: skip
-        """Writes the keys and values of these prompts into the cache from `start` on; returns their last hidden states
-        and their recurrent states."""
+    ) -> tuple[Tensor, Tensor, dict[int, RecurrentStates]]:  # fmt: skip
+        """Writes the keys and values of these prompts into the cache from `start` on; returns hidden states and experts
+        of their last tokens, and their recurrent states."""
         device = self.backbone.device
-        hidden, cache, is_real = read_prompts(self.backbone, prompts, inputs, positions)
+        with ExpertRecorder(self.backbone.routers) as recorder:
+            hidden, cache, is_real = read_prompts(self.backbone, prompts, inputs, positions)
+            experts = recorder.take(len(prompts), device)
         last = (is_real * torch.arange(hidden.shape[1])).amax(1)
         real = is_real.flatten().nonzero().flatten().to(device)
         span = slice(start, start + len(real))
@@ -174,7 +177,8 @@ class GraphGenerator(LocalGenerator):
             for target, source in zip(kept.prompts, (layers[i].keys, layers[i].values), strict=True):
                 target[span] = source.transpose(1, 2).flatten(0, 1)[real].to(target.dtype)
         states = {i: RecurrentStates.from_cache(layers[i]) for i in buffers.states}
-        return hidden[torch.arange(len(prompts), device=device), last.to(device)], states
+        at = torch.arange(len(prompts), device=device), last.to(device)
+        return hidden[at], experts[at] if experts.numel() else experts[:, 0], states
 
     # -------------------------------------------------------------------------------------------------------- decoding
     def _run(self, buffers: Buffers, prompts: Prefilled, mode: Mode, uniforms: Tensor, n: int) -> Decoded:
@@ -194,10 +198,10 @@ class GraphGenerator(LocalGenerator):
             queue.now += 1
             if queue.now % self.poll == 0:
                 polls = [*polls[-1:], self._poll(buffers, queue.now)]
-        tokens, logps = ended.split()
-        if not all(bool(row.isfinite().all()) for row in logps):
+        decoded = Decoded(*ended.split())
+        if not all(bool(row.isfinite().all()) for row in decoded.logprobs):
             raise Diverged(explain_non_finite(self.version, self.backbone.compute_dtype))
-        return Decoded(tokens, logps, [])
+        return decoded
 
     def _begin(
         self, buffers: Buffers, prompts: Prefilled, mode: Mode, queue: RowQueue, uniforms: Tensor, size: int = 0
@@ -210,6 +214,7 @@ class GraphGenerator(LocalGenerator):
             first = torch.tensor([prompts.first[each] for each in prompt_of], dtype=torch.int32)
             where, parents = self._index(slots), self._index(prompt_of)
             buffers.rows.begin(where, to_device(first, index.device), uniforms[index])
+            buffers.rows.experts[where, 0] = prompts.experts[parents]
             for i, states in buffers.states.items():
                 states.begin(where, prompts.states[i], parents)
             step = self._step(self._bucket(len(rows)), mode)

@@ -8,12 +8,21 @@ from torch import nn
 
 from mtrl.models.layer_kinds import RECURRENT, layer_kinds
 from mtrl.models.model_size import head_width
-from mtrl.rollout.decode.layers import ACTIVATIONS, LINEAR, Kind, activation_name, base_layer, projections, used_kinds
+from mtrl.rollout.decode.layers import (
+    ACTIVATIONS,
+    LINEAR,
+    Kind,
+    activation_name,
+    base_layer,
+    has_experts,
+    projections,
+    used_kinds,
+)
 
 # By the `model_type` of the language model's config: those whose code in transformers was read and computes what
 # `layers.py` can say, and nothing more. Modules alone do not tell: a factor on the residual is no module.
 READ = ("qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3", "qwen3_vl_text", "llama", "mistral", "gemma3_text",
-        "qwen3_5_text")  # fmt: skip
+        "qwen3_5_text", "qwen3_5_moe_text", "qwen3_vl_moe_text")  # fmt: skip
 # Models of other kinds are decoded by the plain engine until tests/gpu/test_decode_cuda.py has passed for them on a
 # GPU; then a kind is added here. `GraphGenerator` itself takes all kinds.
 VERIFIED_ON_CUDA = frozenset({Kind.GROUPED_QUERIES, Kind.BIASES, Kind.HEAD_NORMS, Kind.SILU})
@@ -69,7 +78,19 @@ def _explain_layer(layer: Any) -> str | None:
     fused = {*LINEAR["self_attn"][:3]}
     if biased - fused or biased & fused not in (set(), fused):
         return f"the bias of {min(biased - fused or fused - biased)}"
+    if has_experts(layer.mlp) and (why := _explain_experts(layer.mlp)):
+        return why
     return _explain_head_norms(layer.self_attn) if hasattr(layer, "self_attn") else None
+
+
+def _explain_experts(mlp: Any) -> str | None:
+    parts = [getattr(mlp.experts, name, None) for name in ("gate_up_proj", "down_proj")]
+    if not all(isinstance(part, nn.Parameter) for part in parts) or hasattr(mlp.experts, "base_layer"):
+        return f"the experts are a {_kind(mlp.experts)}: one tensor for all is supported, without adapters"
+    gate = getattr(mlp, "shared_expert_gate", None)
+    if gate is not None and type(gate) is not nn.Linear:
+        return f"the gate of the shared expert is a {_kind(gate)}"
+    return None
 
 
 def _explain_head_norms(attention: Any) -> str | None:

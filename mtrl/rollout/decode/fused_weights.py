@@ -16,6 +16,7 @@ from mtrl.rollout.decode.explain import explain_unsupported
 from mtrl.rollout.decode.layers import (
     base_layer,
     decoder_shape,
+    has_experts,
     has_norms_after,
     lora_adapters,
     mlp_norm,
@@ -72,11 +73,25 @@ class MlpWeights:
 
 
 @dataclass(frozen=True)
+class SharedExpert:
+    mlp: MlpWeights
+    gate: Tensor  # [1, hidden]
+
+
+@dataclass(frozen=True)
+class MixtureWeights:
+    router: Projection
+    gate_up: Tensor  # [experts, 2 inner, hidden]
+    down: Tensor  # [experts, hidden, inner]
+    shared: SharedExpert | None
+
+
+@dataclass(frozen=True)
 class DecodeLayer:
     norm: Tensor
     mixer: AttentionWeights | RecurrenceWeights
     mlp_norm: Tensor
-    mlp: MlpWeights
+    mlp: MlpWeights | MixtureWeights
     after_mixer: Tensor | None = None  # norms of what the blocks add
     after_mlp: Tensor | None = None
 
@@ -114,12 +129,12 @@ class DecodeWeights:
         self.refresh()
 
     def _layer(self, layer: Any) -> DecodeLayer:
-        mlp, after = layer.mlp, has_norms_after(layer)
+        after = has_norms_after(layer)
         return DecodeLayer(
             norm=self._follow(layer.input_layernorm.weight),
             mixer=self._mixer(layer),
             mlp_norm=self._follow(mlp_norm(layer).weight),
-            mlp=MlpWeights(self._projection(mlp.gate_proj, mlp.up_proj), self._projection(mlp.down_proj)),
+            mlp=self._mixture(layer.mlp) if has_experts(layer.mlp) else self._mlp(layer.mlp),
             after_mixer=self._follow(layer.post_attention_layernorm.weight) if after else None,
             after_mlp=self._follow(layer.post_feedforward_layernorm.weight) if after else None,
         )
@@ -150,6 +165,21 @@ class DecodeWeights:
             norm=self._follow(module.norm.weight),
             out=self._projection(module.out_proj),
         )
+
+    def _mlp(self, module: Any) -> MlpWeights:
+        return MlpWeights(self._projection(module.gate_proj, module.up_proj), self._projection(module.down_proj))
+
+    def _mixture(self, module: Any) -> MixtureWeights:
+        has_shared = hasattr(module, "shared_expert")
+        return MixtureWeights(
+            router=Projection(self._follow(module.gate.weight)),
+            gate_up=self._follow(module.experts.gate_up_proj),
+            down=self._follow(module.experts.down_proj),
+            shared=self._shared_expert(module) if has_shared else None,
+        )
+
+    def _shared_expert(self, module: Any) -> SharedExpert:
+        return SharedExpert(self._mlp(module.shared_expert), self._follow(module.shared_expert_gate.weight))
 
     def _projection(self, *linears: Any) -> Projection:
         return Projection(self._follow(*(base_layer(each).weight for each in linears)), self._adapter(*linears))

@@ -20,6 +20,7 @@ LINEAR = {  # the projections of each block
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "linear_attn": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
+    "mlp.shared_expert": ("gate_proj", "up_proj", "down_proj"),
 }
 
 
@@ -89,12 +90,23 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """MLPs of which a router chooses some for each token."""
+
+    experts: int
+    chosen: int
+    inner: int
+    shared: int  # width of the expert that every token has; 0: none
+    activation: str = "silu"
+
+
+@dataclass(frozen=True)
 class Layer:
     """Two blocks that add to the residual: one that reads other tokens, one that does not. Norms come before each, and
     in some models after each, too."""
 
     mixer: Attention | Recurrence
-    mlp: Mlp
+    mlp: Mlp | Mixture
 
 
 @dataclass(frozen=True)
@@ -120,6 +132,10 @@ class Shape:
         return {i: layer.mixer for i, layer in enumerate(self.layers) if isinstance(layer.mixer, Attention)}
 
     @property
+    def mixtures(self) -> dict[int, Mixture]:
+        return {i: layer.mlp for i, layer in enumerate(self.layers) if isinstance(layer.mlp, Mixture)}
+
+    @property
     def recurrences(self) -> dict[int, Recurrence]:
         return {i: layer.mixer for i, layer in enumerate(self.layers) if isinstance(layer.mixer, Recurrence)}
 
@@ -139,11 +155,12 @@ class Kind(StrEnum):
     RECURRENT = "recurrent layers"
     GATED_OUTPUTS = "gates of the attention's output"
     PARTIAL_ROTARY = "rotary positions of a part of each head"
+    EXPERTS = "mixtures of experts"
 
 
 # By the names of transformers: those that the kernels have.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-ONE_PLUS = ("gemma3_text", "qwen3_5_text")  # models whose norms multiply by 1 + weight
+ONE_PLUS = ("gemma3_text", "qwen3_5_text", "qwen3_5_moe_text")  # models whose norms multiply by 1 + weight
 
 
 def decoder_shape(language_model: Any) -> Shape:
@@ -154,7 +171,7 @@ def decoder_shape(language_model: Any) -> Shape:
         vocabulary=config.vocab_size,
         norm=Norm(config.rms_norm_eps, one_plus=config.model_type in ONE_PLUS),
         layers=tuple(
-            Layer(_read_mixer(language_model, layer, kind), Mlp(_out_features(layer.mlp.gate_proj), activation))
+            Layer(_read_mixer(language_model, layer, kind), _read_mlp(layer.mlp, activation))
             for layer, kind in zip(language_model.layers, layer_kinds(config), strict=True)
         ),
     )
@@ -201,6 +218,19 @@ def has_norms_after(layer: Any) -> bool:
     return hasattr(layer, "post_feedforward_layernorm")
 
 
+def _read_mlp(module: Any, activation: str) -> Mlp | Mixture:
+    if not has_experts(module):
+        return Mlp(_out_features(module.gate_proj), activation)
+    experts, _, inner = module.experts.down_proj.shape
+    shared = getattr(module, "shared_expert", None)
+    width = 0 if shared is None else _out_features(shared.gate_proj)
+    return Mixture(experts, module.gate.top_k, inner, width, activation)
+
+
+def has_experts(mlp: Any) -> bool:
+    return hasattr(mlp, "experts")
+
+
 def _out_features(linear: Any) -> int:
     return base_layer(linear).out_features
 
@@ -224,6 +254,7 @@ def used_kinds(language_model: Any) -> set[Kind]:
         Kind.RECURRENT: shape.recurrences,
         Kind.GATED_OUTPUTS: any(each.gated for each in attentions),
         Kind.PARTIAL_ROTARY: any(each.rotary < each.head_dim for each in attentions),
+        Kind.EXPERTS: shape.mixtures,
     }
     return {kind for kind, is_used in used.items() if is_used}
 
@@ -238,10 +269,13 @@ class Adapter(NamedTuple):
 
 
 def projections(layer: Any) -> Iterator[tuple[str, Any]]:
-    """The names and modules of a layer's linear projections; None for one that is missing."""
+    """The names and modules of a layer's linear projections; None for one that is missing. Experts are tensors."""
     for block, names in LINEAR.items():
-        for name in names if hasattr(layer, block) else ():
-            yield name, getattr(getattr(layer, block), name, None)
+        module = layer
+        for part in block.split("."):
+            module = getattr(module, part, None)
+        if module is not None and not has_experts(module):
+            yield from ((name, getattr(module, name, None)) for name in names)
 
 
 def base_layer(linear: Any) -> Any:

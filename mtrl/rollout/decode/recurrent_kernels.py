@@ -29,7 +29,7 @@ def convolve_kernel(
     r = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BN + tl.arange(0, BN)
     s = tl.load(slot + r).to(tl.int64)
-    real = (c < N) & (s != unused_slot)
+    real = c < tl.where(s != unused_slot, N, 0)
     past = taps + s * 3 * N + c
     x0, x1 = tl.load(past, mask=real, other=0.0), tl.load(past + N, mask=real, other=0.0)
     x2, x3 = tl.load(past + 2 * N, mask=real, other=0.0), tl.load(x + r * STRIDE + c, mask=real, other=0.0)
@@ -80,7 +80,7 @@ def update_state_kernel(
     beta = (1 / (1 + tl.exp(-beta))).to(dtype).to(tl.float32)
     speed = tl.load(rates + r * STRIDE + HV + h).to(tl.float32) + tl.load(bias + h)
     decay = tl.exp(-tl.exp(tl.load(log_decay + h)) * _softplus(speed))
-    live = (k_at[:, None] < K) & (s != unused_slot)
+    live = k_at[:, None] < tl.where(s != unused_slot, K, 0)
     cell = state + ((s * HV + h) * K + k_at[:, None]) * V + v_at[None, :]
     x = tl.load(cell, mask=live, other=0.0) * decay
     correction = beta * (v - tl.sum(x * k[:, None], 0))

@@ -25,9 +25,10 @@ class Ops:
 
 def triton_ops() -> Ops:
     """The Triton kernels; raises ImportError if Triton is not installed."""
-    from mtrl.rollout.decode import layer_kernels, recurrent_kernels, sampling_kernels
+    from mtrl.rollout.decode import expert_kernels, layer_kernels, recurrent_kernels, sampling_kernels
 
-    return Ops(SimpleNamespace(**vars(layer_kernels) | vars(recurrent_kernels)), sampling_kernels)
+    of_layers = vars(layer_kernels) | vars(recurrent_kernels) | vars(expert_kernels)
+    return Ops(SimpleNamespace(**of_layers), sampling_kernels)
 
 
 class Step:
