@@ -14,8 +14,8 @@ def noise(*size, dtype=torch.float32):
 
 
 def close(found, expected, dtype=torch.float32, magnitude=0.0):
-    """bf16 rounds at the same points in both, but a sum near the middle of two numbers may be rounded either way.
-    `magnitude`: of the terms of a sum that may cancel."""
+    """bf16 rounds at the same points in both, but a sum near the middle of two numbers may be rounded either way, and
+    the interpreter cuts digits off. `magnitude`: of the terms of a sum that may cancel."""
     rtol = 2e-2 if dtype == torch.bfloat16 else 2e-6
     torch.testing.assert_close(found, expected, rtol=rtol, atol=2e-6 + rtol * magnitude)
 

@@ -76,7 +76,7 @@ def test_more_pairs_and_experts_than_a_program_orders():
     assert torch.equal(made[0].order, made[1].order) and torch.equal(made[0].start, made[1].start)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES if DEVICE.type == "cuda" else DTYPES[:1])  # interpreted, no bf16 products
 def test_products_of_the_experts_in_use(dtype):
     """From a row for each row, then from one for each pair, times the pair's weight."""
     _, pairs = routed(plain, dtype)

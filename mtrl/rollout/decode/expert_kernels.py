@@ -16,7 +16,7 @@ from mtrl.rollout.decode.buffers import Pairs, Rows, SlotTable, power_of_two
 # mypy: disable-error-code="no-untyped-def"
 
 ORDERED = 64  # pairs, or experts, whose place a program finds
-COMPARED = 1024  # pairs at a time that it compares them with
+COMPARED = 128  # pairs at a time that it compares them with
 COLUMNS, DEPTH = 64, 64  # of a product's tile
 MOST_PAIRS = 64  # of an expert at a time
 
