@@ -42,10 +42,12 @@ class Facts:
 
 
 ALL_ENGINES = "the plain engine, CUDA graphs ([generation.md](generation.md)), vLLM ([vllm_parity.md](vllm_parity.md))"
-GEMMA_ENGINE = (
-    "the plain engine. The CUDA graph engine refuses windows and image blocks, vLLM was not tried and is refused"
+UNRUN_GRAPHS = (
+    "the plain engine. CUDA graphs take it, but have not run on a GPU and are not chosen "
+    "([generation.md](generation.md#kinds-of-layers))"
 )
-PLAIN_ENGINE = "the plain engine. The CUDA graph engine refuses it. vLLM: [vllm.md](vllm.md#qwen35)"
+GEMMA_ENGINE = f"{UNRUN_GRAPHS}. vLLM was not tried and is refused"
+QWEN35_ENGINE = f"{UNRUN_GRAPHS}. vLLM: [vllm.md](vllm.md#qwen35)"
 TILES = (
     "the tower reads tiles and a small copy of the image. Perturbations act on the image at the size of all tiles, and "
     "the copy is made from that. The viewer draws maps over tiles and copy, one below the other. No videos."
@@ -66,7 +68,7 @@ FACTS = {
     ),
     "qwen3_5": Facts(
         "Qwen3.5, dense",
-        PLAIN_ENGINE,
+        QWEN35_ENGINE,
         "three of four layers keep a state (a gated delta net) and have no attention: thirds and last layers of "
         "attention metrics count the other ones. Gradients of the decay (`A_log`, `dt_bias`) are small and lose most "
         "of their digits in float32, in transformers' forward as in ours. The recurrence is compiled torch code; the "
@@ -77,7 +79,7 @@ FACTS = {
     ),
     "qwen3_5_moe": Facts(
         "Qwen3.5 with experts",
-        PLAIN_ENGINE,
+        QWEN35_ENGINE,
         "as Qwen3.5. In addition, other responses in a batch may move the last bits of a gradient, since an expert "
         "multiplies all its tokens in one group. Adapters leave the experts alone, which are no `Linear` modules. "
         "Rounding may flip a router between two experts: `rollout/routing_mismatch` counts it. In bf16 a router's "
@@ -85,7 +87,7 @@ FACTS = {
     ),
     "qwen3_vl_moe": Facts(
         "Qwen3-VL with experts",
-        "the plain engine. The CUDA graph engine refuses it; vLLM was not tried",
+        f"{UNRUN_GRAPHS}. vLLM was not tried",
         "as Qwen3-VL, and of the experts what is said of Qwen3.5's.",
     ),
     "internvl": Facts(

@@ -22,7 +22,7 @@ settings.load_profile("mtrl")
 
 # like qwen2_5_vl and qwen3_5 but for details, and for masks, which have tests of their own; `make test-all` runs them
 SLOW_FAMILIES = ("qwen2_vl", "qwen3_5_moe", "gemma3", "gemma3_text")
-OF_MASKS = ("test_mask_rules.py", "test_undescribed.py", "test_tiles.py")
+OF_MASKS = ("test_mask_rules.py", "test_undescribed.py", "test_tiles.py", "test_decode_families.py")
 
 
 def pytest_itemcollected(item):

@@ -27,9 +27,11 @@ from mtrl.models.load_model import load_model
 from mtrl.models.parity import plain_inputs as transformers_inputs
 from mtrl.rollout.responses import make_rollouts
 from mtrl.types import Medium, Prompt, Rollouts, Task
-from pretraining.tiny_checkpoints import CHECKED_FAMILIES, TEXT_FAMILIES, VISION_FAMILIES, make_tiny_checkpoint
+from pretraining.tiny_checkpoints import CHECKED_FAMILIES, make_tiny_checkpoint
 from pretraining.tiny_checkpoints import QWEN_FAMILIES as QWEN_FAMILIES
+from pretraining.tiny_checkpoints import TEXT_FAMILIES as TEXT_FAMILIES
 from pretraining.tiny_checkpoints import TINY_FAMILIES as TINY_FAMILIES
+from pretraining.tiny_checkpoints import VISION_FAMILIES as VISION_FAMILIES
 
 logging.disable_progress_bar()
 
@@ -111,7 +113,7 @@ def prompts_for(family: str) -> list[Prompt]:
     """Prompts of unequal length: an image with odd windows, text only, several images of other sizes, a small image."""
     sizes: list[list[tuple[int, int]]] = [[(5, 9)], [], [(2, 3), (6, 4), (1, 7)], [(2, 2)]]
     words = ["which colour is it", "how many", "what is left of the red circle and why", "count the dogs"]
-    if family not in VISION_FAMILIES:
+    if family in TEXT_FAMILIES:
         sizes = [[] for _ in sizes]
     encoder = get_encoder(family)
     return [prompt(encoder, f"t:{i}", words[i], sizes[i]) for i in range(len(sizes))]

@@ -3,47 +3,66 @@ for tests, also used to run the engine without Triton."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mtrl.algorithms.vocab import top_p_top_k
-from mtrl.rollout.decode.buffers import AttentionPieces, Mode, Rows, Rules, SlotTable, Tiles
-from mtrl.rollout.decode.fused_weights import DecodeLayer
-from mtrl.rollout.decode.layers import Shape
+from mtrl.rollout.decode.buffers import (
+    AttentionPieces,
+    KeysAndValues,
+    Mode,
+    Pairs,
+    RecurrentStates,
+    Rows,
+    Rules,
+    SlotTable,
+    Tiles,
+)
+from mtrl.rollout.decode.fused_weights import AttentionWeights, RecurrenceWeights
+from mtrl.rollout.decode.layers import Attention, Norm, Recurrence
 
 
-def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _rms(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    return (normed * (1.0 + weight.float())).to(x.dtype) if norm.one_plus else normed.to(x.dtype) * weight
 
 
 def embed_norm(
-    slot: Tensor, token: Tensor, table: Tensor, weight: Tensor, residual: Tensor, out: Tensor, eps: float
-) -> None:
+    slot: Tensor, token: Tensor, table: Tensor, weight: Tensor, residual: Tensor, out: Tensor, norm: Norm,
+    scale: float | None = None,
+) -> None:  # fmt: skip
     residual.copy_(table[token[slot.long()].long()])
-    out.copy_(_rms(residual, weight, eps))
+    if scale is not None:
+        residual *= scale
+    out.copy_(_rms(residual, weight, norm))
 
 
-def add_norm(update: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
-    residual += update
-    out.copy_(_rms(residual, weight, eps))
+def add_norm(
+    update: Tensor, residual: Tensor, weight: Tensor, out: Tensor, norm: Norm, after: Tensor | None = None
+) -> None:  # fmt: skip
+    residual += update if after is None else _rms(update, after, norm)
+    out.copy_(_rms(residual, weight, norm))
 
 
-def silu_mul(both: Tensor, out: Tensor) -> None:
+def gate_mul(both: Tensor, out: Tensor, activation: str) -> None:
     gate, up = both.chunk(2, -1)
-    out.copy_(F.silu(gate) * up)
+    out.copy_((F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up)
 
 
 def rotate_write(
-    qkv: Tensor, layer: DecodeLayer, shape: Shape, angles: tuple[Tensor, Tensor], slot: Tensor, rows: Rows,
-    query: Tensor, keys: Tensor, values: Tensor,
+    qkv: Tensor, weights: AttentionWeights, kind: Attention, norm: Norm, angles: tuple[Tensor, Tensor], slot: Tensor,
+    rows: Rows, query: Tensor, keys: Tensor, values: Tensor,
 ) -> None:  # fmt: skip
-    projected = qkv if layer.bias is None else qkv + layer.bias
-    heads = projected.unflatten(-1, (-1, shape.head_dim))
-    q, k, v = heads.split([shape.heads, shape.key_heads, shape.key_heads], 1)
-    if layer.query_norm is not None and layer.key_norm is not None:
-        q, k = _rms(q, layer.query_norm, shape.eps), _rms(k, layer.key_norm, shape.eps)
+    projected = qkv if weights.bias is None else qkv + weights.bias
+    queries, keys_and_values = projected.split([kind.heads * kind.query_dim, 2 * kind.key_heads * kind.head_dim], -1)
+    q = queries.unflatten(-1, (-1, kind.query_dim))[..., : kind.head_dim]
+    k, v = keys_and_values.unflatten(-1, (-1, kind.head_dim)).chunk(2, 1)
+    if weights.query_norm is not None and weights.key_norm is not None:
+        q, k = _rms(q, weights.query_norm, norm), _rms(k, weights.key_norm, norm)
     position, kv_index = rows.position[slot.long()].long(), rows.kv_index[slot.long()].long()
     cos, sin = (wave[position][:, None].repeat(1, 1, 2) for wave in angles)
     query.copy_(_rotated(q, cos, sin))
@@ -51,29 +70,106 @@ def rotate_write(
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
     low, high = x.chunk(2, -1)
-    return x * cos + torch.cat([-high, low], -1) * sin
+    return torch.cat([x * cos + torch.cat([-high, low], -1) * sin, rest], -1)
 
 
 def attend(
-    query: Tensor, prompts: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], table: SlotTable, rows: Rows,
-    shape: Shape, pieces: AttentionPieces, out: Tensor,
+    query: Tensor, qkv: Tensor, kind: Attention, cache: KeysAndValues, table: SlotTable, rows: Rows,
+    pieces: AttentionPieces, out: Tensor,
 ) -> None:  # fmt: skip
     """Attends row by row over all keys at once; rows without a response become zeros."""
     out.zero_()
     groups = zip(table.members.tolist(), table.start.tolist(), table.length.tolist(), strict=True)
     spans = {row: (start, start + length) for members, start, length in groups for row in members if row >= 0}
-    for row, slot in enumerate(table.slot.tolist()):
+    for row, slot in live_rows(table):
         low, high = spans.get(row, (0, 0))
         first, count = slot * rows.new, int(rows.count[slot])
-        if slot == table.unused_slot:
-            continue
         k, v = (
-            torch.cat([shared[low:high], mine[first : first + count]]).transpose(0, 1)
-            for shared, mine in zip(prompts, own, strict=True)
+            torch.cat([shared[low:high], mine[first : first + count]])[-(kind.window or 0) :].transpose(0, 1)
+            for shared, mine in zip(cache.prompts, cache.own, strict=True)
         )
-        attended = F.scaled_dot_product_attention(query[row][:, None], k, v, enable_gqa=True)
+        attended = F.scaled_dot_product_attention(query[row][:, None], k, v, scale=kind.scale, enable_gqa=True)
         out[row] = attended.flatten()
+    if kind.gated:
+        gates = qkv[:, : kind.heads * kind.query_dim].unflatten(-1, (-1, kind.query_dim))[..., kind.head_dim :]
+        out *= gates.flatten(1).sigmoid()
+
+
+def convolve(
+    projected: Tensor, weight: Tensor, states: RecurrentStates, table: SlotTable, kind: Recurrence, out: Tensor
+) -> None:
+    for row, slot in live_rows(table):
+        inputs = torch.cat([states.taps[slot], projected[row, None, : kind.mixed]])
+        out[row] = F.silu(F.conv1d(inputs.T, weight, groups=kind.mixed)[:, 0])
+        states.taps[slot] = inputs[1:]
+
+
+def update_state(
+    mixed: Tensor, projected: Tensor, weights: RecurrenceWeights, states: RecurrentStates, table: SlotTable,
+    kind: Recurrence, out: Tensor,
+) -> None:  # fmt: skip
+    out.zero_()
+    rates, speeds = projected[:, kind.mixed + kind.values :].chunk(2, -1)
+    decays = (-weights.log_decay.exp() * F.softplus(speeds.float() + weights.decay_bias)).exp()
+    keys, shared = kind.key_heads * kind.key_dim, kind.value_heads // kind.key_heads
+    for row, slot in live_rows(table):
+        q, k, v = mixed[row].float().split([keys, keys, kind.values])
+        q, k = (
+            (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(shared, 0)
+            for each in (x.unflatten(0, (-1, kind.key_dim)) for x in (q, k))
+        )
+        state = states.state[slot] * decays[row, :, None, None]
+        told = (state * k[..., None]).sum(1)
+        correction = rates[row].sigmoid().float()[:, None] * (v.unflatten(0, (-1, kind.value_dim)) - told)
+        state = state + k[..., None] * correction[:, None]
+        states.state[slot] = state
+        out[row] = ((state * q[..., None]).sum(1) * kind.key_dim**-0.5).flatten()
+
+
+def gated_norm(
+    read: Tensor, projected: Tensor, weight: Tensor, kind: Recurrence, eps: float, out: Tensor
+) -> None:  # fmt: skip
+    gate = projected[:, kind.mixed : kind.mixed + kind.values].float()
+    normed = _rms(read.unflatten(-1, (-1, kind.value_dim)), weight, Norm(eps)).flatten(1)
+    out.copy_(normed * F.silu(gate))
+
+
+def route(logits: Tensor, table: SlotTable, rows: Rows, place: int, pairs: Pairs) -> None:
+    shares, experts = logits.softmax(-1, dtype=torch.float32).topk(pairs.chosen)
+    for row, slot in live_rows(table):
+        rows.experts[slot, min(int(rows.count[slot]), rows.new - 1), place] = experts[row].to(rows.experts.dtype)
+    pairs.weight.copy_(shares / shares.sum(-1, keepdim=True))
+    pairs.expert.copy_(torch.where((table.slot == table.unused_slot)[:, None], logits.shape[1], experts))
+
+
+def order_pairs(pairs: Pairs) -> None:
+    experts = pairs.expert.flatten()
+    pairs.order.copy_(experts.argsort(stable=True))
+    pairs.start.copy_(torch.searchsorted(experts.sort().values, torch.arange(len(pairs.start), device=experts.device)))
+
+
+def multiply_pairs(x: Tensor, matrices: Tensor, pairs: Pairs, out: Tensor, *, weighted: bool) -> None:
+    share = pairs.expert.numel() // len(x)
+    for expert, (low, high) in enumerate(pairwise(pairs.start.tolist())):
+        each = pairs.order[low:high].long()
+        product = x[each // share] @ matrices[expert].T
+        out[each] = product * pairs.weight.flatten()[each, None] if weighted else product
+
+
+def merge_experts(
+    parts: Tensor, pairs: Pairs, table: SlotTable, x: Tensor, shared: tuple[Tensor, Tensor] | None, out: Tensor
+) -> None:
+    out.zero_()
+    rows = [row for row, _ in live_rows(table)]
+    merged = parts.unflatten(0, (-1, pairs.chosen))[rows].float().sum(1).to(out.dtype)
+    out[rows] = merged if shared is None else merged + F.linear(x[rows], shared[1]).sigmoid() * shared[0][rows]
+
+
+def live_rows(table: SlotTable) -> list[tuple[int, int]]:
+    """Rows that have a response, and their slots."""
+    return [(row, slot) for row, slot in enumerate(table.slot.tolist()) if slot != table.unused_slot]
 
 
 def tile_masses(raw: Tensor, rules: Rules, logits: Tensor | None, tiles: Tiles) -> None:

@@ -109,6 +109,8 @@ def run(arguments: Sequence[str]) -> int:
             problems.append(message)
     else:
         print(memory_report(estimated, device, on_ranks=plan.split is not None))
+        if estimated.no_graphs:
+            print(f"    sampling by the plain engine, several times slower than CUDA graphs: {estimated.no_graphs}")
         if views := plan.limits.probe_needs.other_views:
             print(f"    probes read each response {1 + len(views)} times, with the views: original, {', '.join(views)}")
         if views := plan.limits.live_needs.other_views:

@@ -46,7 +46,8 @@ from mtrl.models.plain_check import start_plain_check
 from mtrl.models.state_dicts import checkpoint_weights, load_weights, save_model
 from mtrl.models.views import ImageViews, View
 from mtrl.protocols import VideoSettings
-from mtrl.rollout.decode.engine import explain_unsupported_model, make_fastest_generator
+from mtrl.rollout.decode.engine import make_fastest_generator
+from mtrl.rollout.decode.explain import explain_not_chosen
 from mtrl.rollout.lifecycle import EngineLifecycle
 from mtrl.training.algorithm_spec import AlgorithmSpec
 from mtrl.training.resume import check_undamaged
@@ -442,9 +443,10 @@ def _choose_generator(config: Config, policy: Forward, encoder: TextEncoder, get
 
         return build_vllm(config, model_path(config), policy, encoder, gets_weights)
     if config.engine_name == "auto" and gets_weights:
-        why = explain_unsupported_model(policy.backbone)
+        backbone = policy.backbone
+        why = explain_not_chosen(backbone.language_model, backbone.model.get_output_embeddings())
         slow = f", without its fast path on a GPU ({why})" if why else ""
-        has_vllm = policy.backbone.family.runs_in_vllm
+        has_vllm = backbone.family.runs_in_vllm
         other = "; worker.rollout.name=vllm is faster there" if why and has_vllm else ""
         say_at_once(f"worker.rollout.name=auto: the local engine samples{slow}{other}")
     return make_fastest_generator(policy.backbone, encoder)

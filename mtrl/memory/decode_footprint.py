@@ -16,7 +16,8 @@ from mtrl.protocols import PromptEncoder
 from mtrl.rollout.decode.arena import GROWTH
 from mtrl.rollout.decode.buffers import Buffers, Mode, Room
 from mtrl.rollout.decode.engine import bucket_size, prompts_at_once, read_prompts
-from mtrl.rollout.decode.layers import Shape, decoder_shape, explain_unsupported
+from mtrl.rollout.decode.explain import explain_not_chosen
+from mtrl.rollout.decode.layers import Shape, decoder_shape
 from mtrl.rollout.decode.step import Ops, Step
 from mtrl.rollout.local import ROWS_AT_ONCE, LocalGenerator
 from mtrl.types import Prompt, Sampling
@@ -80,29 +81,33 @@ def count_graph_engine(model: Any, compute: torch.dtype, batch: Batch, on_gpu: b
         step = Step(weights, buffers, bucket_size(room.slots), Mode(False, cuts, cuts), Ops(None, None))
         allocated = live.now
     del step
-    cache = sum(each.nbytes for each in vars(buffers.cache).values())
+    cache = sum(each.nbytes for kept in buffers.cache.values() for each in (*kept.prompts, *kept.own))
+    states = sum(each.nbytes for kept in buffers.states.values() for each in (kept.state, kept.taps))
     return {
         "own copy of the weights": sum(copied.values()) * compute.itemsize,
         "keys and values": cache,
-        "buffers of a step": allocated - cache,
+        "recurrent states": states + states // room.slots * batch.prompts,
+        "buffers of a step": allocated - cache - states,
         "unused rest of driver blocks": (2 if copied else 1) * GROWTH + WORKSPACE if on_gpu else 0,
     }
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The attributes of DecodeWeights that buffers need."""
+    """The attributes of DecodeWeights that the buffers of a step need."""
 
     shape: Shape
     dtype: torch.dtype
     rank: int = 0  # adapters are small
 
-    def angles(self, positions: int) -> tuple[Tensor, Tensor]:
-        cos, sin = torch.empty(2, positions, self.shape.head_dim // 2, dtype=self.dtype, device=META)
-        return cos, sin
+    def angles(self, positions: int) -> dict[str, Tensor]:
+        return {
+            kind.positions: torch.empty(2, positions, kind.rotary // 2, dtype=self.dtype, device=META)
+            for kind in self.shape.attentions.values()
+        }
 
 
-def supports_graphs(model: Any) -> bool:
-    """Whether the graph engine knows the layers of this model."""
+def explain_plain_engine(model: Any) -> str | None:
+    """Why the plain engine decodes this model on a GPU, too; None if the graph engine does."""
     lm = find_family(model.config).find_language_model(model)
-    return explain_unsupported(lm, model.get_output_embeddings()) is None
+    return explain_not_chosen(lm, model.get_output_embeddings())

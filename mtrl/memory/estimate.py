@@ -18,9 +18,9 @@ from torch import Tensor
 from mtrl.memory.decode_footprint import (
     Parts,
     count_graph_engine,
+    explain_plain_engine,
     run_graph_prefill,
     run_plain_prefill,
-    supports_graphs,
 )
 from mtrl.memory.fake_model import FakeBackbone, FakeModel
 from mtrl.memory.live_tensors import LiveTensors
@@ -63,6 +63,7 @@ class MemoryEstimate:
     in_cpu_memory: Parts = field(default_factory=dict)  # of each device's process, while the device has it not
     critic_parameters: int = 0
     piece: int = 0  # bytes of an offloaded optimizer state that are on the device at once
+    no_graphs: str | None = None  # why a GPU samples without CUDA graphs; None if it does with them, and elsewhere
 
     @property
     def held_bytes(self) -> int:
@@ -117,8 +118,9 @@ def estimate(config: Any, plan: Plan, wanted: Collection[str] = PHASES) -> Memor
     for phase in wanted:
         fullest = max(candidates[phase], key=lambda parts: sum(parts.values()))
         phases[phase] = _nonzero(fullest | gathered.get(phase, {})) | onloaded_in(phase, offloaded, plan, piece)
+    no_graphs = explain_no_graphs(fake, plan) if plan.vllm is None else None
     in_cpu_memory = offloaded | count_streamed(size, plan, *critic, packed=packed) | count_asleep(size, plan)
-    return MemoryEstimate(size.parameters, always, phases, method, in_cpu_memory, sum(critic[0]), piece)
+    return MemoryEstimate(size.parameters, always, phases, method, in_cpu_memory, sum(critic[0]), piece, no_graphs)
 
 
 def shrink_to_fit(config: Any, plan: Plan, estimated: MemoryEstimate, available: int) -> tuple[Plan, MemoryEstimate]:
@@ -245,7 +247,14 @@ def add_engine(fake: FakeModel, plan: Plan, passes: Sequence[Parts]) -> list[Par
 
 
 def uses_graphs(fake: FakeModel, plan: Plan) -> bool:
-    return plan.graphs and not plan.four_bit and supports_graphs(fake.model)
+    return plan.graphs and explain_no_graphs(fake, plan) is None
+
+
+def explain_no_graphs(fake: FakeModel, plan: Plan) -> str | None:
+    """Why a GPU samples with the plain engine, if the run has no other."""
+    if not plan.graphs:
+        return None
+    return "projections of 4 bits" if plan.four_bit else explain_plain_engine(fake.model)
 
 
 def _nonzero(parts: Parts) -> Parts:

@@ -25,13 +25,18 @@ def find_routers(language_model: Any) -> list[Any]:
     return [gate for gate in gates if hasattr(gate, "top_k") and hasattr(gate, "num_experts")]
 
 
+def expert_dtype(experts: int) -> torch.dtype:
+    """The narrowest type that numbers so many experts."""
+    return torch.int16 if experts > 256 else torch.uint8
+
+
 class ExpertRecorder:
     """Records the experts that routers choose while it is entered, pass by pass."""
 
     def __init__(self, routers: Sequence[Any]) -> None:
         self.routers = routers
         self.shape = (len(routers), routers[0].top_k) if routers else (0, 0)  # of a token's experts
-        self.dtype = torch.int16 if routers and routers[0].num_experts > 256 else torch.uint8
+        self.dtype = expert_dtype(routers[0].num_experts if routers else 0)
         self._chosen: list[Tensor] = []
         self._hooks: list[Any] = []
 

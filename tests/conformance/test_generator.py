@@ -106,8 +106,6 @@ def make_encoder(family):
 
 
 def make_engine(engines, name, family, encoder):
-    if name == "decode" and family.startswith(("qwen3_5", "gemma3")):
-        pytest.skip("its kernels have neither recurrent layers nor windows")
     if name in HOSTS and family in RECURRENT:
         pytest.skip("in bfloat16 alone; tests/on_vllm/test_recurrent_vllm.py")
     if name in HOSTS and family in NOT_TRIED:

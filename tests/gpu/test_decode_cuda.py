@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_models import checkpoint, get_encoder, prompts_for
 
 from benchmarks.random_model import random_backbone, random_prompts
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
@@ -68,6 +69,54 @@ def test_responses_cut_by_their_length_equal_the_plain_engines(encoder, prompts)
         found = decode.generate(prompts, short)
         assert torch.equal(found.tokens, expected.tokens) and set(found.finish_reason) == {"length"}
         torch.testing.assert_close(found.rollout_logprobs, expected.rollout_logprobs, rtol=0, atol=1e-3)
+
+
+# Families with kinds of layers that the model above lacks; `VERIFIED_ON_CUDA` says which of them have passed here.
+KINDS = ["gemma3", "gemma3_text", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"]
+
+
+def make_tiny(family, compute=torch.float32):
+    return Backbone(load_model(checkpoint(family), device="cuda"), compute)
+
+
+@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_other_kinds_of_layers_give_the_tokens_of_the_plain_engine(family, sampling):
+    """Prompts and responses beyond a window of 10 tokens; responses in slots that others have left."""
+    backbone, encoder, prompts = make_tiny(family), get_encoder(family), 6 * prompts_for(family)
+    expected = LocalGenerator(backbone, encoder).generate(prompts, sampling)
+    for rows in (512, 20):
+        found = engine(backbone, encoder, rows_at_once=rows).generate(prompts, sampling)
+        assert sum(a == b for a, b in zip(found.text, expected.text, strict=True)) >= 0.97 * len(found)
+        first = found.rollout_logprobs[:, 0] - expected.rollout_logprobs[:, 0]
+        assert first.abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_other_kinds_of_layers_in_bf16(family):
+    backbone, encoder = make_tiny(family, torch.bfloat16), get_encoder(family)
+    rollouts = engine(backbone, encoder).generate(prompts_for(family), SAMPLED)
+    exact = Forward(make_tiny(family), encoder).signals(rollouts).old_logprobs
+    narrow = Forward(backbone, encoder).signals(rollouts).old_logprobs
+    noise = (narrow - exact)[rollouts.mask].abs().mean()
+    assert (rollouts.rollout_logprobs - exact)[rollouts.mask].abs().mean() < 2 * noise + 1e-3
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_other_kinds_of_layers_follow_new_weights_and_sleep(family):
+    backbone, encoder, prompts = make_tiny(family, torch.bfloat16), get_encoder(family), prompts_for(family)
+    decode = engine(backbone, encoder)
+    with decode.resident():
+        decode.generate(prompts, SAMPLED)
+    captures = decode.captures
+    with torch.no_grad():
+        for parameter in backbone.model.parameters():
+            parameter.mul_(0.9)
+    with decode.resident():
+        found = decode.generate(prompts, SAMPLED)
+    fresh = engine(backbone, encoder).generate(prompts, SAMPLED)
+    assert torch.equal(found.tokens, fresh.tokens) and torch.equal(found.rollout_logprobs, fresh.rollout_logprobs)
+    assert decode.captures == captures
 
 
 CUTS = {"temperature": {"temperature": 0.8}, "top k": {"top_k": 20}, "top p": {"top_p": 0.8},

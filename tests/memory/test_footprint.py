@@ -54,6 +54,8 @@ def count_bytes(holder) -> int:
             found[each.untyped_storage()._cdata] = each.untyped_storage().nbytes()
         elif isinstance(each, dict):
             waiting += each.values()
+        elif isinstance(each, tuple | list):
+            waiting += each
         elif hasattr(each, "__dict__"):
             waiting += vars(each).values()
     return sum(found.values())
@@ -111,7 +113,9 @@ def test_layers_that_are_not_known_are_counted_as_the_plain_engine():
     known, plain_engine = (estimate(config, Plan(LIMITS, graphs=graphs), ["sample"]) for graphs in (True, False))
     assert "buffers of a step" in known.phases["sample"] and known.phases != plain_engine.phases
     config.get_text_config().hidden_act = "gelu"
-    assert estimate(config, Plan(LIMITS, graphs=True), ["sample"]).phases == plain_engine.phases
+    unknown = estimate(config, Plan(LIMITS, graphs=True), ["sample"])
+    assert unknown.phases == plain_engine.phases and unknown.no_graphs == "an MLP with gelu"
+    assert known.no_graphs is plain_engine.no_graphs is None
 
 
 # ---------------------------------------------------------------------------------------------------- of a run's engine

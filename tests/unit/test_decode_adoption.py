@@ -33,10 +33,17 @@ def get_fused_parameters(backbone, layer=1):
     }
 
 
+def find_fused(weights, name, layer=1):
+    """The fused matrix or bias of that name."""
+    attention, mlp = weights.layers[layer].mixer, weights.layers[layer].mlp
+    found = getattr(mlp if name in ("gate_up", "down") else attention, name)
+    return found if name == "bias" else found.weight
+
+
 def assert_adopted(weights, backbone):
     assert not weights.copied
     for name, parts in get_fused_parameters(backbone).items():
-        whole = getattr(weights.layers[1], name)
+        whole = find_fused(weights, name)
         assert torch.equal(whole, torch.cat(parts)), name
         ends = whole.data_ptr() + whole.nbytes
         assert [part.data_ptr() for part in parts] == [
@@ -65,8 +72,8 @@ def test_a_narrow_matrix_among_wide_ones_is_adopted():
     for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj, layer.mlp.down_proj):
         linear.to(torch.bfloat16).requires_grad_(False)
     weights = DecodeWeights(backbone.model, torch.bfloat16)
-    assert weights.layers[1].qkv.data_ptr() == layer.self_attn.q_proj.weight.data_ptr()
-    assert weights.layers[1].down.data_ptr() == layer.mlp.down_proj.weight.data_ptr()
+    assert find_fused(weights, "qkv").data_ptr() == layer.self_attn.q_proj.weight.data_ptr()
+    assert find_fused(weights, "down").data_ptr() == layer.mlp.down_proj.weight.data_ptr()
     copied = {id(parameter) for _, parameter in weights.copied}
     for name, parts in get_fused_parameters(backbone).items():
         assert [id(part) in copied for part in parts] == [name in ("gate_up", "out")] * len(parts), name
@@ -75,11 +82,11 @@ def test_a_narrow_matrix_among_wide_ones_is_adopted():
 def test_fused_weights_stay_in_the_same_memory():
     """After a sleep the engine rebuilds its weights without copying."""
     backbone = in_bf16()
-    first = DecodeWeights(backbone.model, torch.bfloat16).layers[1]
-    places = [first.qkv.data_ptr(), first.bias.data_ptr(), first.gate_up.data_ptr()]
+    first, names = DecodeWeights(backbone.model, torch.bfloat16), ("qkv", "bias", "gate_up")
+    places = [find_fused(first, name).data_ptr() for name in names]
     again = DecodeWeights(backbone.model, torch.bfloat16)
     assert_adopted(again, backbone)
-    assert places == [getattr(again.layers[1], name).data_ptr() for name in ("qkv", "bias", "gate_up")]
+    assert places == [find_fused(again, name).data_ptr() for name in names]
     moved = get_fused_parameters(backbone)["qkv"][1]
     moved.data = moved.data.clone()
     assert not again.refresh()
@@ -128,7 +135,7 @@ def test_an_adopted_model_is_saved_and_loaded_as_any_other(tmp_path):
     load_weights(backbone.model, tmp_path / "plain")
     assert weights.refresh(), "weights are loaded into the same memory"
     assert_adopted(weights, backbone)
-    assert torch.equal(weights.layers[1].qkv, torch.cat(get_fused_parameters(twin)["qkv"]))
+    assert torch.equal(find_fused(weights, "qkv"), torch.cat(get_fused_parameters(twin)["qkv"]))
 
 
 def test_a_snapshot_of_an_adopted_model_counts_and_copies_each_weight_once(tmp_path):

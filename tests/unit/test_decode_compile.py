@@ -11,7 +11,7 @@ import pytest
 from sources import ROOT, SOURCES, nodes
 
 pytest.importorskip("triton")
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")  # with biases; with norms of queries and keys
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3_text", "qwen3_5_moe")  # with all kinds of layers between them
 
 
 def kernels():

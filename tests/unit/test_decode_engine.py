@@ -10,8 +10,8 @@ from tiny_models import fresh_backbone, prompts_for
 
 from mtrl.models.backbone import Backbone
 from mtrl.rollout.decode.engine import GraphGenerator, explain_local_engine, make_fastest_generator
+from mtrl.rollout.decode.explain import explain_unsupported
 from mtrl.rollout.decode.fused_weights import DecodeWeights
-from mtrl.rollout.decode.layers import explain_unsupported
 from mtrl.rollout.decode.step import triton_ops
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
@@ -63,17 +63,18 @@ def test_a_batch_of_another_size_finds_room(encoder):
 def test_weights_follow_an_update(compute):
     backbone = Backbone(fresh_backbone(FAMILY).model, compute)
     weights = DecodeWeights(backbone.model, compute)
-    places = [weights.layers[1].qkv.data_ptr(), weights.layers[1].down.data_ptr(), weights.head.data_ptr()]
-    layer = backbone.language_model.layers[1]
+    layer, fused = backbone.language_model.layers[1], weights.layers[1]
+    matrices = [fused.mixer.qkv.weight, fused.mlp.down.weight, weights.head]
+    places = [each.data_ptr() for each in matrices]
     parts = [getattr(layer.self_attn, f"{name}_proj").weight for name in "qkv"]
     with torch.no_grad():
         for parameter in backbone.model.parameters():
             parameter.mul_(1.5).add_(0.25)
     assert weights.refresh()
-    assert torch.equal(weights.layers[1].qkv, torch.cat(parts).to(compute))
-    assert torch.equal(weights.layers[1].down, layer.mlp.down_proj.weight.to(compute))
-    assert torch.equal(weights.head, backbone.output_matrix.to(compute))
-    assert places == [weights.layers[1].qkv.data_ptr(), weights.layers[1].down.data_ptr(), weights.head.data_ptr()]
+    now = torch.cat(parts), layer.mlp.down_proj.weight, backbone.output_matrix
+    for found, expected in zip(matrices, now, strict=True):
+        assert torch.equal(found, expected.to(compute))
+    assert places == [each.data_ptr() for each in matrices]
     assert bool(weights.copied) == (compute != torch.float32), "tensors of the right dtype are not copied"
 
 

@@ -9,9 +9,9 @@ from tiny_models import fresh_backbone, get_encoder, prompts_for
 
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
+from mtrl.rollout.decode.blocks import product
+from mtrl.rollout.decode.explain import explain_unsupported
 from mtrl.rollout.decode.fused_weights import DecodeWeights
-from mtrl.rollout.decode.layers import explain_unsupported
-from mtrl.rollout.decode.step import product
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
 
@@ -76,10 +76,11 @@ def test_tokens_and_log_probs_equal_those_of_the_plain_engine(family, targets, r
 
 def test_projections_without_an_adapter_have_rank_zero():
     layer = DecodeWeights(adapted(targets=["k_proj", "up_proj"]).model, torch.float32).layers[0]
-    assert layer.out_adapter is None and layer.down_adapter is None
-    assert layer.qkv_adapter.rank == 8, "4, rounded up"
+    assert layer.mixer.out.adapter is None and layer.mlp.down.adapter is None
+    adapter = layer.mixer.qkv.adapter
+    assert adapter.rank == 8, "4, rounded up"
     keys = fresh_backbone(FAMILY).language_model.layers[0].self_attn.k_proj.out_features
-    low, up = layer.qkv_adapter.low, layer.qkv_adapter.up
+    low, up = adapter.low, adapter.up
     first = len(up) - 2 * keys
     assert up[first : first + keys, :4].all() and low[:4].all()
     assert int(up.count_nonzero()) == 4 * keys and not low[4:].any()
@@ -99,13 +100,13 @@ def test_memory_lost_in_a_sleep_is_rewritten():
 def test_a_fused_product_is_that_of_the_layers_alone(dtype):
     backbone = adapted(rank_pattern={"k_proj": 3})
     weights = DecodeWeights(backbone.model, dtype)
-    attention, layer = backbone.language_model.layers[0].self_attn, weights.layers[0]
+    attention, fused = backbone.language_model.layers[0].self_attn, weights.layers[0].mixer
     x = torch.randn(5, weights.shape.hidden, generator=torch.Generator().manual_seed(0))
-    out, scratch = torch.empty(5, weights.shape.qkv, dtype=dtype), torch.empty(5 * weights.rank, dtype=dtype)
-    product(x.to(dtype), layer.qkv, out, layer.qkv_adapter, scratch)
+    out, scratch = torch.empty(5, len(fused.bias), dtype=dtype), torch.empty(5 * weights.rank, dtype=dtype)
+    product(x.to(dtype), fused.qkv, out, scratch)
     with torch.no_grad():
         expected = torch.cat([attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)], -1)
-    error = (out + layer.bias - expected).norm() / expected.norm()
+    error = (out + fused.bias - expected).norm() / expected.norm()
     assert error < (1e-6 if dtype == torch.float32 else 1e-2)
 
 
@@ -123,11 +124,11 @@ def test_a_frozen_base_is_adopted_and_float32_adapters_are_narrowed(base):
     layer, weights = backbone.language_model.layers[0], decode.weights
     frozen = layer.self_attn.q_proj.base_layer.weight
     assert not frozen.requires_grad
-    assert (weights.layers[0].qkv.data_ptr() == frozen.data_ptr()) == (base == torch.bfloat16)
+    assert (weights.layers[0].mixer.qkv.weight.data_ptr() == frozen.data_ptr()) == (base == torch.bfloat16)
     down = layer.mlp.down_proj
-    assert torch.equal(weights.layers[0].down_adapter.low[:4], down.lora_A.default.weight.bfloat16())
+    assert torch.equal(weights.layers[0].mlp.down.adapter.low[:4], down.lora_A.default.weight.bfloat16())
     scaled = (down.lora_B.default.weight * down.scaling["default"]).bfloat16()
-    assert torch.equal(weights.layers[0].down_adapter.up[:, :4], scaled)
+    assert torch.equal(weights.layers[0].mlp.down.adapter.up[:, :4], scaled)
 
     forward = Forward(backbone, encoder)
     noise = (rollouts.rollout_logprobs - forward.signals(rollouts).old_logprobs)[rollouts.mask].abs().mean()

@@ -12,7 +12,7 @@ from mtrl.models.forward import Forward
 from mtrl.models.load_model import load_model
 from mtrl.models.quantized import BYTES, FourBitLinear, four_bit_layers
 from mtrl.models.state_dicts import exported_weights
-from mtrl.rollout.decode.layers import explain_unsupported
+from mtrl.rollout.decode.explain import explain_unsupported
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")

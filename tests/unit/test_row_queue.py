@@ -58,11 +58,13 @@ def test_every_row_gets_all_its_tokens_once(lengths, slots, poll, tokens):
 
 def test_rows_come_back_in_their_order():
     ended = EndedRows(3)
-    ended.add([2, 0], (torch.tensor([[7, 8], [1, 2]]), torch.zeros(2, 2), torch.tensor([2, 1])))
-    ended.add([1], (torch.tensor([[5, 6]]), torch.ones(1, 2), torch.tensor([2])))
-    tokens, logps = ended.split()
+    experts = torch.arange(12).view(3, 2, 2, 1)  # two layers, one expert each
+    ended.add([2, 0], (torch.tensor([[7, 8], [1, 2]]), torch.zeros(2, 2), experts[1:], torch.tensor([2, 1])))
+    ended.add([1], (torch.tensor([[5, 6]]), torch.ones(1, 2), experts[:1], torch.tensor([2])))
+    tokens, logps, routed = ended.split()
     assert [each.tolist() for each in tokens] == [[1], [5, 6], [7, 8]]
     assert [each.tolist() for each in logps] == [[0], [1, 1], [0, 0]]
+    assert [each.flatten().tolist() for each in routed] == [[8, 9], [0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize("slots", [1, 3, 5, 16])

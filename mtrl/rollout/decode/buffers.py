@@ -5,14 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mtrl.models.device_copy import to_device
+from mtrl.models.recurrent import TAPS
+from mtrl.models.routing import expert_dtype
 from mtrl.rollout.decode.arena import Arena, make_arena, round_up
 from mtrl.rollout.decode.fused_weights import DecodeWeights
-from mtrl.rollout.decode.layers import Shape
+from mtrl.rollout.decode.layers import Attention, Mixture, Recurrence
 
 MEMBERS = 8  # the most rows that read their prompt together
 PIECE = 256  # the fewest prompt tokens in a piece of attention
@@ -82,7 +85,8 @@ class Rows:
     """The state of each response, by slot. When rows end, only the slot table changes, and nothing is moved; their
     slots go to the next responses. The last slot is unused: rows without a response write there."""
 
-    def __init__(self, room: Room, device: torch.device) -> None:
+    def __init__(self, room: Room, device: torch.device, mixtures: Sequence[Mixture] = ()) -> None:
+        """`mixtures`: those of the layers that have one."""
         self.slots, self.new = room.slots, room.new
         (
             self.token,  # the last one
@@ -97,6 +101,9 @@ class Rows:
         self.tokens = torch.zeros(room.slots + 1, room.new, dtype=torch.int32, device=device)
         self.logps = torch.zeros(room.slots + 1, room.new, device=device)
         self.uniforms = torch.zeros(room.slots + 1, room.new, dtype=torch.float64, device=device)
+        dtype = expert_dtype(max((each.experts for each in mixtures), default=0))
+        chosen = len(mixtures), max((each.chosen for each in mixtures), default=0)
+        self.experts = torch.zeros(room.slots + 1, room.new, *chosen, dtype=dtype, device=device)
 
     def clear(self) -> None:
         """For a new batch; the unused slot, which rows without a response share, has counted tokens, too."""
@@ -113,9 +120,9 @@ class Rows:
         self.first.index_copy_(0, slots, first)
         self.uniforms[:, :tokens].index_copy_(0, slots, uniforms)
 
-    def take(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Copies of the tokens, log-probs and lengths in these slots."""
-        return self.tokens[slots], self.logps[slots], self.lengths[slots]
+    def take(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Copies of the tokens, log-probs, experts and lengths in these slots."""
+        return self.tokens[slots], self.logps[slots], self.experts[slots], self.lengths[slots]
 
 
 @dataclass(frozen=True)
@@ -187,14 +194,48 @@ class SlotTable:
             buffer.copy_(to_device(torch.tensor(value, dtype=torch.int32), buffer.device))
 
 
+@dataclass(frozen=True)
 class KeysAndValues:
-    """[layers, tokens, key heads, width]: of the prompts, one after the other, and of the responses by slot."""
+    """Those of a layer, [tokens, key heads, width] each: of the prompts, one after the other, and of the responses by
+    slot."""
 
-    def __init__(self, room: Room, shape: Shape, dtype: torch.dtype, arena: Arena) -> None:
-        sizes = (room.prompt_tokens, room.prompt_tokens, (room.slots + 1) * room.new, (room.slots + 1) * room.new)
-        self.prompt_keys, self.prompt_values, self.own_keys, self.own_values = (
-            arena.empty(dtype, shape.layers, size, shape.key_heads, shape.head_dim) for size in sizes
-        )
+    prompts: tuple[Tensor, Tensor]
+    own: tuple[Tensor, Tensor]
+
+    @classmethod
+    def allocate(cls, room: Room, kind: Attention, dtype: torch.dtype, arena: Arena) -> KeysAndValues:
+        def pair(tokens: int) -> tuple[Tensor, Tensor]:
+            size = tokens, kind.key_heads, kind.head_dim
+            return arena.empty(dtype, *size), arena.empty(dtype, *size)
+
+        return cls(pair(room.prompt_tokens), pair((room.slots + 1) * room.new))
+
+
+@dataclass(frozen=True)
+class RecurrentStates:
+    """Those of a layer after some tokens of each row."""
+
+    state: Tensor  # [rows, value heads, key width, value width] float32
+    taps: Tensor  # [rows, TAPS, channels] the last inputs of the convolution
+
+    @classmethod
+    def allocate(cls, rows: int, kind: Recurrence, dtype: torch.dtype, arena: Arena) -> RecurrentStates:
+        state = arena.empty(torch.float32, rows, kind.value_heads, kind.key_dim, kind.value_dim)
+        return cls(state, arena.empty(dtype, rows, TAPS, kind.mixed))
+
+    @classmethod
+    def from_cache(cls, layer: Any) -> RecurrentStates:
+        """Of the rows of a pass, from its cache."""
+        return cls(layer.recurrent_states[0].float(), layer.conv_states[0][..., -TAPS:].transpose(1, 2))
+
+    @classmethod
+    def join(cls, parts: Sequence[RecurrentStates]) -> RecurrentStates:
+        return cls(torch.cat([each.state for each in parts]), torch.cat([each.taps for each in parts]))
+
+    def begin(self, slots: Tensor, prompts: RecurrentStates, prompt_of: Tensor) -> None:
+        """Give these slots the states that their prompts left behind."""
+        self.state.index_copy_(0, slots, prompts.state[prompt_of])
+        self.taps.index_copy_(0, slots, prompts.taps[prompt_of].to(self.taps.dtype))
 
 
 @dataclass(frozen=True)
@@ -208,6 +249,20 @@ class AttentionPieces:
     block: int  # keys at a time
     part: Tensor  # [pieces, rows, heads, width] float32
     lse: Tensor  # [pieces, rows, heads]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Each row with each expert that its router chose."""
+
+    expert: Tensor  # [rows, chosen]; the number of experts for rows without a response
+    weight: Tensor  # [rows, chosen]
+    order: Tensor  # [rows * chosen] pairs, by expert
+    start: Tensor  # [experts + 1] where each expert's begin in `order`
+
+    @property
+    def chosen(self) -> int:
+        return self.expert.shape[1]
 
 
 @dataclass(frozen=True)
@@ -243,8 +298,15 @@ class Buffers:
 
     def __init__(self, weights: DecodeWeights, room: Room, device: torch.device) -> None:
         self.room, self.device, self.arena = room, device, make_arena(device)
-        self.rows = Rows(room, device)
+        self.rows = Rows(room, device, [*weights.shape.mixtures.values()])
         self.rules = Rules(weights.shape.vocabulary, device)
-        self.cache = KeysAndValues(room, weights.shape, weights.dtype, self.arena)
-        self.cos, self.sin = weights.angles(room.positions)
+        self.cache = {  # by the number of the layer
+            i: KeysAndValues.allocate(room, kind, weights.dtype, self.arena)
+            for i, kind in weights.shape.attentions.items()
+        }
+        self.states = {  # by slot; the unused one is never read
+            i: RecurrentStates.allocate(room.slots, kind, weights.dtype, self.arena)
+            for i, kind in weights.shape.recurrences.items()
+        }
+        self.angles = weights.angles(room.positions)  # by kind of layers
         self.scratch = ScratchBuffers(self.arena)

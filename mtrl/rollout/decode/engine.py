@@ -14,14 +14,16 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mtrl.models.backbone import Backbone, Cache, prompt_positions, vision_tokens
 from mtrl.models.device_copy import to_device
+from mtrl.models.document_mask import DocumentMask
+from mtrl.models.routing import ExpertRecorder
 from mtrl.protocols import PromptEncoder
 from mtrl.rollout.decode.arena import round_up
-from mtrl.rollout.decode.buffers import Buffers, Mode, Room
+from mtrl.rollout.decode.buffers import Buffers, Mode, RecurrentStates, Room
+from mtrl.rollout.decode.explain import explain_not_chosen
 from mtrl.rollout.decode.fused_weights import DecodeWeights
-from mtrl.rollout.decode.layers import explain_unsupported
 from mtrl.rollout.decode.row_queue import EndedRows, Poll, RowQueue
 from mtrl.rollout.decode.step import Ops, Step, triton_ops
-from mtrl.rollout.local import ROWS_AT_ONCE, Decoded, LocalGenerator, explain_non_finite
+from mtrl.rollout.local import ROWS_AT_ONCE, Decoded, LocalGenerator, explain_non_finite, left_pad
 from mtrl.rollout.sampling import row_uniforms
 from mtrl.types import Prompt, Sampling
 from mtrl.utils.errors import Diverged
@@ -41,14 +43,7 @@ def explain_local_engine(backbone: Backbone) -> str | None:
         triton_ops()
     except ImportError:
         return "Triton is not installed (pip install triton)"
-    return explain_unsupported_model(backbone)
-
-
-def explain_unsupported_model(backbone: Backbone) -> str | None:
-    """Why this engine cannot decode a model on any device; None if it can on a GPU."""
-    if not backbone.is_causal:
-        return "sliding windows and image blocks are not supported"
-    return explain_unsupported(backbone.language_model, backbone.model.get_output_embeddings())
+    return explain_not_chosen(backbone.language_model, backbone.model.get_output_embeddings())
 
 
 def make_fastest_generator(backbone: Backbone, encoder: PromptEncoder) -> LocalGenerator:
@@ -67,6 +62,8 @@ class Prefilled:
     """Prompts whose keys and values are in the cache."""
 
     hidden: Tensor  # [prompts, H] of their last tokens
+    experts: Tensor  # [prompts, layers, k] of their last tokens
+    states: dict[int, RecurrentStates]  # after them, by layer
     starts: list[int]  # the index of each in the cache
     lengths: list[int]
     first: list[int]  # the position of a response's first token
@@ -154,28 +151,34 @@ class GraphGenerator(LocalGenerator):
         lengths = [len(prompt.ids) for prompt in prompts]
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
         at_once = prompts_at_once(max(lengths))
-        hidden = []
+        parts = []
         for low in range(0, len(prompts), at_once):
             batch = slice(low, low + at_once)
-            hidden.append(self._read(buffers, prompts[batch], inputs[batch], positions[batch], starts[low]))
-        return Prefilled(torch.cat(hidden), starts, lengths, first)
+            parts.append(self._read(buffers, prompts[batch], inputs[batch], positions[batch], starts[low]))
+        hidden, experts, states = zip(*parts, strict=True)
+        joined = {i: RecurrentStates.join([each[i] for each in states]) for i in buffers.states}
+        return Prefilled(torch.cat(hidden), torch.cat(experts), joined, starts, lengths, first)
 
     def _read(
         self, buffers: Buffers, prompts: Sequence[Prompt], inputs: Sequence[dict[str, Tensor]],
         positions: Sequence[Tensor], start: int,
-    ) -> Tensor:  # fmt: skip
-        """Writes the keys and values of these prompts into the cache from `start` on; returns their last hidden states.
-        Rows are padded on the right, so that causal attention needs no mask."""
-        device, store = self.backbone.device, buffers.cache
-        lengths = torch.tensor([len(prompt.ids) for prompt in prompts])
-        hidden, cache = read_prompts(self.backbone, prompts, inputs, positions)
-        real = (torch.arange(hidden.shape[1]) < lengths[:, None]).flatten().nonzero().flatten().to(device)
+    ) -> tuple[Tensor, Tensor, dict[int, RecurrentStates]]:  # fmt: skip
+        """Writes the keys and values of these prompts into the cache from `start` on; returns hidden states and experts
+        of their last tokens, and their recurrent states."""
+        device = self.backbone.device
+        with ExpertRecorder(self.backbone.routers) as recorder:
+            hidden, cache, is_real = read_prompts(self.backbone, prompts, inputs, positions)
+            experts = recorder.take(len(prompts), device)
+        last = (is_real * torch.arange(hidden.shape[1])).amax(1)
+        real = is_real.flatten().nonzero().flatten().to(device)
         span = slice(start, start + len(real))
         layers: Any = cache.layers
-        for i, layer in enumerate(layers):
-            for target, source in ((store.prompt_keys, layer.keys), (store.prompt_values, layer.values)):
-                target[i, span] = source.transpose(1, 2).flatten(0, 1)[real].to(target.dtype)
-        return hidden[torch.arange(len(prompts), device=device), (lengths - 1).to(device)]
+        for i, kept in buffers.cache.items():
+            for target, source in zip(kept.prompts, (layers[i].keys, layers[i].values), strict=True):
+                target[span] = source.transpose(1, 2).flatten(0, 1)[real].to(target.dtype)
+        states = {i: RecurrentStates.from_cache(layers[i]) for i in buffers.states}
+        at = torch.arange(len(prompts), device=device), last.to(device)
+        return hidden[at], experts[at] if experts.numel() else experts[:, 0], states
 
     # -------------------------------------------------------------------------------------------------------- decoding
     def _run(self, buffers: Buffers, prompts: Prefilled, mode: Mode, uniforms: Tensor, n: int) -> Decoded:
@@ -195,10 +198,10 @@ class GraphGenerator(LocalGenerator):
             queue.now += 1
             if queue.now % self.poll == 0:
                 polls = [*polls[-1:], self._poll(buffers, queue.now)]
-        tokens, logps = ended.split()
-        if not all(bool(row.isfinite().all()) for row in logps):
+        decoded = Decoded(*ended.split())
+        if not all(bool(row.isfinite().all()) for row in decoded.logprobs):
             raise Diverged(explain_non_finite(self.version, self.backbone.compute_dtype))
-        return Decoded(tokens, logps, [])
+        return decoded
 
     def _begin(
         self, buffers: Buffers, prompts: Prefilled, mode: Mode, queue: RowQueue, uniforms: Tensor, size: int = 0
@@ -207,12 +210,16 @@ class GraphGenerator(LocalGenerator):
         smallest bucket; returns its size, which was `size`."""
         slots, rows = queue.fill()
         if rows:
-            index, prompt_of = self._index(rows), torch.tensor([row // queue.n for row in rows])
-            first = torch.tensor(prompts.first, dtype=torch.int32)[prompt_of]
-            buffers.rows.begin(self._index(slots), to_device(first, index.device), uniforms[index])
+            index, prompt_of = self._index(rows), [row // queue.n for row in rows]
+            first = torch.tensor([prompts.first[each] for each in prompt_of], dtype=torch.int32)
+            where, parents = self._index(slots), self._index(prompt_of)
+            buffers.rows.begin(where, to_device(first, index.device), uniforms[index])
+            buffers.rows.experts[where, 0] = prompts.experts[parents]
+            for i, states in buffers.states.items():
+                states.begin(where, prompts.states[i], parents)
             step = self._step(self._bucket(len(rows)), mode)
             step.slot_table.assign(slots, queue.prompt_of, prompts.starts, prompts.lengths)
-            step.normed[: len(rows)] = prompts.hidden[to_device(prompt_of, index.device)].to(step.normed.dtype)
+            step.normed[: len(rows)] = prompts.hidden[parents].to(step.normed.dtype)
             step.normed[len(rows) :] = 0  # uninitialized memory may be NaN, which Triton's interpreter rejects
             step.sample()
         needed = self._bucket(len(queue.live))
@@ -282,17 +289,29 @@ class GraphGenerator(LocalGenerator):
 
 def read_prompts(
     backbone: Backbone, prompts: Sequence[Prompt], inputs: Sequence[dict[str, Tensor]], positions: Sequence[Tensor]
-) -> tuple[Tensor, Cache]:
-    """Hidden states [prompts, L, H] and the cache of prompts, from one pass."""
-    cache, device = backbone.new_cache(), backbone.device
+) -> tuple[Tensor, Cache, Tensor]:
+    """Hidden states [prompts, L, H] and the cache of prompts, from one pass, and which positions are no padding.
+
+    Rows are padded on the right, where causal attention needs no mask; but on the left if states are read in order, so
+    that the last token of each leaves its state."""
+    cache, device, pad = backbone.new_cache(), backbone.device, left_pad if backbone.has_states else right_pad
+    for layer in cache.layers:
+        if getattr(layer, "is_sliding", False):  # would keep the last keys of the padded row, which may be padding
+            layer.activate_past_recording()
+    is_vision = pad([vision_tokens(prompt) for prompt in prompts])
+    is_real = pad([torch.ones(len(prompt.ids), dtype=torch.bool) for prompt in prompts])
+    padded_left = backbone.has_states and len({len(prompt.ids) for prompt in prompts}) > 1
+    needs_mask = padded_left or not backbone.is_causal
     hidden = backbone.forward_text(
-        right_pad([prompt.ids for prompt in prompts]).to(device),
-        right_pad([each.T for each in positions]).permute(2, 0, 1).to(device),
-        right_pad([vision_tokens(prompt) for prompt in prompts]),
+        pad([prompt.ids for prompt in prompts]).to(device),
+        pad([each.T for each in positions]).permute(2, 0, 1).to(device),
+        is_vision,
         backbone.encode_images(inputs),
+        attention_mask=backbone.make_masks(DocumentMask.from_rows(is_vision, is_real)) if needs_mask else None,
         cache=cache,
+        state_mask=is_real.to(device) if padded_left else None,
     )
-    return hidden, cache
+    return hidden, cache, is_real
 
 
 def prompts_at_once(longest: int) -> int:

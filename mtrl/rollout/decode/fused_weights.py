@@ -12,7 +12,17 @@ from torch import Tensor, nn
 
 from mtrl.models.families import find_family
 from mtrl.rollout.decode.arena import make_arena, round_up
-from mtrl.rollout.decode.layers import Shape, base_layer, decoder_shape, explain_unsupported, lora_adapters, projections
+from mtrl.rollout.decode.explain import explain_unsupported
+from mtrl.rollout.decode.layers import (
+    base_layer,
+    decoder_shape,
+    has_experts,
+    has_norms_after,
+    lora_adapters,
+    mlp_norm,
+    projections,
+    rotary_frequencies,
+)
 
 ALIGNED = 8  # the rank of adapters is rounded up to it, since products with odd rows are slow
 
@@ -30,26 +40,60 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class DecodeLayer:
-    norm: Tensor
-    qkv: Tensor
-    bias: Tensor | None
+class Projection:
+    """Linear projections of the same input, fused, without their biases."""
+
+    weight: Tensor  # [out, in], one projection after the other
+    adapter: LowRank | None = None
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    qkv: Projection
+    bias: Tensor | None  # of `qkv`
     query_norm: Tensor | None
     key_norm: Tensor | None
-    out: Tensor
-    mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
-    qkv_adapter: LowRank | None = None
-    out_adapter: LowRank | None = None
-    gate_up_adapter: LowRank | None = None
-    down_adapter: LowRank | None = None
+    out: Projection
 
-    @property
-    def rank(self) -> int:
-        """The highest of its adapters."""
-        adapters = self.qkv_adapter, self.out_adapter, self.gate_up_adapter, self.down_adapter
-        return max((each.rank for each in adapters if each is not None), default=0)
+
+@dataclass(frozen=True)
+class RecurrenceWeights:
+    projected: Projection  # queries, keys and values; gates; learning rates; decays
+    convolution: Tensor  # [channels, 1, 4]
+    log_decay: Tensor  # [value heads] in float32, as the model reads them
+    decay_bias: Tensor
+    norm: Tensor
+    out: Projection
+
+
+@dataclass(frozen=True)
+class MlpWeights:
+    gate_up: Projection
+    down: Projection
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    mlp: MlpWeights
+    gate: Tensor  # [1, hidden]
+
+
+@dataclass(frozen=True)
+class MixtureWeights:
+    router: Projection
+    gate_up: Tensor  # [experts, 2 inner, hidden]
+    down: Tensor  # [experts, hidden, inner]
+    shared: SharedExpert | None
+
+
+@dataclass(frozen=True)
+class DecodeLayer:
+    norm: Tensor
+    mixer: AttentionWeights | RecurrenceWeights
+    mlp_norm: Tensor
+    mlp: MlpWeights | MixtureWeights
+    after_mixer: Tensor | None = None  # norms of what the blocks add
+    after_mlp: Tensor | None = None
 
 
 class DecodeWeights:
@@ -71,40 +115,74 @@ class DecodeWeights:
         self.padded: list[Tensor] = []  # tensors that have zeros around their copies
         self._modules = lm.layers
         self._adapters = self._list_adapters()
+        self.rank = 0  # the highest of fused adapters
+        self.shape = replace(decoder_shape(lm), vocabulary=len(model.get_output_embeddings().weight))
         self.layers = [self._layer(layer) for layer in lm.layers]
-        self.rank = max(layer.rank for layer in self.layers)
         self.norm = self._follow(lm.norm.weight)
         self.embed = self._follow(lm.embed_tokens.weight)
         output = model.get_output_embeddings().weight
         self.head = self.embed if output is lm.embed_tokens.weight else self._follow(output)
-        self.shape: Shape = replace(decoder_shape(lm), vocabulary=len(self.head))
-        self._frequencies = lm.rotary_emb.inv_freq.float()
-        self._rotary_scale = float(getattr(lm.rotary_emb, "attention_scaling", 1.0))
+        self.embed_scale = find_embed_scale(lm.embed_tokens, dtype)
+        self._rotary = {
+            kind: rotary_frequencies(lm, kind) for kind in {each.positions for each in self.shape.attentions.values()}
+        }
         self.refresh()
 
     def _layer(self, layer: Any) -> DecodeLayer:
-        attention, mlp = layer.self_attn, layer.mlp
-        qkv, gate_up = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
-        biases = [base_layer(each).bias for each in qkv]
-        normed = hasattr(attention, "q_norm")
+        after = has_norms_after(layer)
         return DecodeLayer(
             norm=self._follow(layer.input_layernorm.weight),
-            qkv=self._matrix(*qkv),
-            bias=None if biases[0] is None else self._follow(*biases),
-            query_norm=self._follow(attention.q_norm.weight) if normed else None,
-            key_norm=self._follow(attention.k_norm.weight) if normed else None,
-            out=self._matrix(attention.o_proj),
-            mlp_norm=self._follow(layer.post_attention_layernorm.weight),
-            gate_up=self._matrix(*gate_up),
-            down=self._matrix(mlp.down_proj),
-            qkv_adapter=self._adapter(*qkv),
-            out_adapter=self._adapter(attention.o_proj),
-            gate_up_adapter=self._adapter(*gate_up),
-            down_adapter=self._adapter(mlp.down_proj),
+            mixer=self._mixer(layer),
+            mlp_norm=self._follow(mlp_norm(layer).weight),
+            mlp=self._mixture(layer.mlp) if has_experts(layer.mlp) else self._mlp(layer.mlp),
+            after_mixer=self._follow(layer.post_attention_layernorm.weight) if after else None,
+            after_mlp=self._follow(layer.post_feedforward_layernorm.weight) if after else None,
         )
 
-    def _matrix(self, *linears: Any) -> Tensor:
-        return self._follow(*(base_layer(each).weight for each in linears))
+    def _mixer(self, layer: Any) -> AttentionWeights | RecurrenceWeights:
+        return (
+            self._recurrence(layer.linear_attn) if hasattr(layer, "linear_attn") else self._attention(layer.self_attn)
+        )
+
+    def _attention(self, module: Any) -> AttentionWeights:
+        qkv = module.q_proj, module.k_proj, module.v_proj
+        biases = [base_layer(each).bias for each in qkv]
+        normed = hasattr(module, "q_norm")
+        return AttentionWeights(
+            qkv=self._projection(*qkv),
+            bias=None if biases[0] is None else self._follow(*biases),
+            query_norm=self._follow(module.q_norm.weight) if normed else None,
+            key_norm=self._follow(module.k_norm.weight) if normed else None,
+            out=self._projection(module.o_proj),
+        )
+
+    def _recurrence(self, module: Any) -> RecurrenceWeights:
+        return RecurrenceWeights(
+            self._projection(module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a),
+            convolution=self._follow(module.conv1d.weight),
+            log_decay=self._follow(module.A_log, dtype=torch.float32),
+            decay_bias=self._follow(module.dt_bias, dtype=torch.float32),
+            norm=self._follow(module.norm.weight),
+            out=self._projection(module.out_proj),
+        )
+
+    def _mlp(self, module: Any) -> MlpWeights:
+        return MlpWeights(self._projection(module.gate_proj, module.up_proj), self._projection(module.down_proj))
+
+    def _mixture(self, module: Any) -> MixtureWeights:
+        has_shared = hasattr(module, "shared_expert")
+        return MixtureWeights(
+            router=Projection(self._follow(module.gate.weight)),
+            gate_up=self._follow(module.experts.gate_up_proj),
+            down=self._follow(module.experts.down_proj),
+            shared=self._shared_expert(module) if has_shared else None,
+        )
+
+    def _shared_expert(self, module: Any) -> SharedExpert:
+        return SharedExpert(self._mlp(module.shared_expert), self._follow(module.shared_expert_gate.weight))
+
+    def _projection(self, *linears: Any) -> Projection:
+        return Projection(self._follow(*(base_layer(each).weight for each in linears)), self._adapter(*linears))
 
     def _adapter(self, *linears: Any) -> LowRank | None:
         """The adapters of these fused projections; those without one have rank 0."""
@@ -113,6 +191,7 @@ class DecodeWeights:
         if not any(ranks):
             return None
         rank = round_up(sum(ranks), ALIGNED)
+        self.rank = max(self.rank, rank)
         low = self.arena.empty(self.dtype, rank, weights[0].shape[1])
         up = self.arena.empty(self.dtype, sum(map(len, weights)), rank)
         self.padded += [low, up]
@@ -124,16 +203,17 @@ class DecodeWeights:
             row, column = row + len(weight), column + width
         return LowRank(low, up)
 
-    def _follow(self, *parameters: nn.Parameter) -> Tensor:
+    def _follow(self, *parameters: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor:
         """One tensor that holds these parameters, one after the other."""
-        same = all(each.dtype == self.dtype for each in parameters)
+        dtype = dtype or self.dtype
+        same = all(each.dtype == dtype for each in parameters)
         if same and (fused := join_adjacent(parameters)) is not None:
             self.shared += [(each.detach(), each) for each in parameters]
             return fused
         first = parameters[0]
         size = (sum(len(each) for each in parameters), *first.shape[1:])
-        adopted = torch.empty(size, dtype=self.dtype, device=first.device) if same else None  # kept during sleep
-        fused = self.arena.empty(self.dtype, *size) if adopted is None else adopted
+        adopted = torch.empty(size, dtype=dtype, device=first.device) if same else None  # kept during sleep
+        fused = self.arena.empty(dtype, *size) if adopted is None else adopted
         for part, parameter in zip(fused.split([len(each) for each in parameters]), parameters, strict=True):
             part.copy_(parameter.detach())
             if same:
@@ -160,14 +240,23 @@ class DecodeWeights:
 
     def _list_adapters(self) -> list[list[int]]:
         """The adapters of each projection by id, since parameters compare their elements."""
-        linears = [linear for layer in self._modules for linear in projections(layer)]
+        linears = [linear for layer in self._modules for _, linear in projections(layer)]
         return [[id(adapter.low) for adapter in lora_adapters(linear)] for linear in linears]
 
-    def angles(self, positions: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [positions, width / 2]: a generated token has one position, whatever the family."""
-        angle = torch.arange(positions, device=self._frequencies.device)[:, None].float() * self._frequencies
-        cos, sin = angle.cos() * self._rotary_scale, angle.sin() * self._rotary_scale
-        return cos.to(self.dtype), sin.to(self.dtype)
+    def angles(self, positions: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """cos and sin [positions, width / 2] for each kind of layers: a generated token has one position, whatever the
+        family."""
+        made = {}
+        for kind, (frequencies, scale) in self._rotary.items():
+            angle = torch.arange(positions, device=frequencies.device)[:, None].float() * frequencies
+            made[kind] = (angle.cos() * scale).to(self.dtype), (angle.sin() * scale).to(self.dtype)
+        return made
+
+
+def find_embed_scale(embedding: Any, dtype: torch.dtype) -> float | None:
+    """The factor of embeddings as the model rounds it; None if there is none."""
+    scale = getattr(embedding, "embed_scale", None)
+    return None if scale is None else float(scale.to(embedding.weight.dtype).to(dtype))
 
 
 def join_adjacent(parameters: Sequence[Tensor]) -> Tensor | None:

@@ -1,51 +1,41 @@
-"""The decoder layers that the engine supports, and why it does not support others.
+"""What the layers of a language model consist of, read from its modules: the step runs what these records say.
 
-All supported families have the same layer: RMS norms before attention and MLP, separate projections of queries, keys
-and values, rotary positions over halves of a head, a gated MLP with SiLU. They differ in the bias of those projections
-and in norms of queries and keys. Images (three-dimensional positions, deepstack) matter only while the prompt is read,
-by the trainer's own modules. A new family with such a layer is one more line.
-
-A projection may have a LoRA adapter of the peft library. Such layers are recognized by their attributes, so peft need
-not be installed.
+Images (three-dimensional positions, deepstack) matter only while the prompt is read, by the trainer's own modules. A
+projection may have a LoRA adapter of the peft library. Such layers are recognized by their attributes, so peft need not
+be installed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
+from mtrl.models.layer_kinds import RECURRENT, layer_kinds, make_mask_rules
 
-@dataclass(frozen=True)
-class LayerTraits:
-    has_bias: bool = False  # in the projections of queries, keys and values
-    has_norms: bool = False  # queries and keys are normalized, head by head
-
-
-SUPPORTED = {  # by the `model_type` of the language model's config
-    "qwen2": LayerTraits(has_bias=True),
-    "qwen2_vl_text": LayerTraits(has_bias=True),
-    "qwen2_5_vl_text": LayerTraits(has_bias=True),
-    "qwen3": LayerTraits(has_norms=True),
-    "qwen3_vl_text": LayerTraits(has_norms=True),
-    "llama": LayerTraits(),
-    "mistral": LayerTraits(),
+LINEAR = {  # the projections of each block
+    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "linear_attn": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+    "mlp.shared_expert": ("gate_proj", "up_proj", "down_proj"),
 }
-FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # their frequencies do not depend on the length
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
-class Shape:
-    hidden: int
-    inner: int  # width of the MLP
-    layers: int
+class Attention:
+    """Grouped queries over the keys and values of earlier tokens."""
+
     heads: int
     key_heads: int
     head_dim: int
-    vocabulary: int
-    eps: float
+    scale: float  # of the products of queries and keys
+    rotary: int  # the first numbers of a head, which are rotated
+    positions: str = ""  # the kind of layers whose rotary positions it has
+    gated: bool = False  # a head's output is multiplied by the sigmoid of numbers that are projected with its queries
+    window: int | None = None  # the last tokens that it sees, the own one among them; None: all
 
     @property
     def share(self) -> int:
@@ -53,24 +43,223 @@ class Shape:
         return self.heads // self.key_heads
 
     @property
+    def query_dim(self) -> int:
+        """Numbers of a head's queries and gates."""
+        return self.head_dim * (2 if self.gated else 1)
+
+    @property
     def qkv(self) -> int:
-        return (self.heads + 2 * self.key_heads) * self.head_dim
+        """Numbers of a token's queries, keys and values."""
+        return self.heads * self.query_dim + 2 * self.key_heads * self.head_dim
+
+    @property
+    def out(self) -> int:
+        return self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """A gated delta net (`models/delta_rule.py`): a convolution of the last four tokens, then a state for each head."""
+
+    key_heads: int  # of queries, too
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def mixed(self) -> int:
+        """Numbers of a token's queries, keys and values, which the convolution reads."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def projected(self) -> int:
+        """These, the output's gates, and learning rate and decay of each head."""
+        return self.mixed + self.values + 2 * self.value_heads
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """activation(gate) * up, and the product back."""
+
+    inner: int
+    activation: str = "silu"  # or "gelu_tanh"
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """MLPs of which a router chooses some for each token."""
+
+    experts: int
+    chosen: int
+    inner: int
+    shared: int  # width of the expert that every token has; 0: none
+    activation: str = "silu"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Two blocks that add to the residual: one that reads other tokens, one that does not. Norms come before each, and
+    in some models after each, too."""
+
+    mixer: Attention | Recurrence
+    mlp: Mlp | Mixture
+
+
+@dataclass(frozen=True)
+class Norm:
+    """How the model computes its RMS norms."""
+
+    eps: float
+    one_plus: bool = False  # multiplies by 1 + weight, and rounds only after that
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The description of a model."""
+
+    hidden: int
+    vocabulary: int
+    norm: Norm
+    layers: tuple[Layer, ...]
+
+    @property
+    def attentions(self) -> dict[int, Attention]:
+        """By the number of the layer."""
+        return {i: layer.mixer for i, layer in enumerate(self.layers) if isinstance(layer.mixer, Attention)}
+
+    @property
+    def mixtures(self) -> dict[int, Mixture]:
+        return {i: layer.mlp for i, layer in enumerate(self.layers) if isinstance(layer.mlp, Mixture)}
+
+    @property
+    def recurrences(self) -> dict[int, Recurrence]:
+        return {i: layer.mixer for i, layer in enumerate(self.layers) if isinstance(layer.mixer, Recurrence)}
+
+
+class Kind(StrEnum):
+    """What a layer may consist of."""
+
+    GROUPED_QUERIES = "attention of grouped queries"
+    BIASES = "biases of queries, keys and values"
+    HEAD_NORMS = "norms of queries and keys"
+    SILU = "MLPs with silu"
+    GELU = "MLPs with gelu"
+    WINDOWS = "sliding windows"
+    ONE_PLUS_NORMS = "norms that multiply by 1 + weight"
+    NORMS_AFTER = "norms after attention and MLP"
+    SCALED_EMBEDDINGS = "scaled embeddings"
+    RECURRENT = "recurrent layers"
+    GATED_OUTPUTS = "gates of the attention's output"
+    PARTIAL_ROTARY = "rotary positions of a part of each head"
+    EXPERTS = "mixtures of experts"
+
+
+# By the names of transformers: those that the kernels have.
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ONE_PLUS = ("gemma3_text", "qwen3_5_text", "qwen3_5_moe_text")  # models whose norms multiply by 1 + weight
 
 
 def decoder_shape(language_model: Any) -> Shape:
     config = language_model.config
+    activation = ACTIVATIONS[activation_name(config)]
     return Shape(
         hidden=config.hidden_size,
-        inner=config.intermediate_size,
-        layers=config.num_hidden_layers,
-        heads=config.num_attention_heads,
-        key_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         vocabulary=config.vocab_size,
-        eps=config.rms_norm_eps,
+        norm=Norm(config.rms_norm_eps, one_plus=config.model_type in ONE_PLUS),
+        layers=tuple(
+            Layer(_read_mixer(language_model, layer, kind), _read_mlp(layer.mlp, activation))
+            for layer, kind in zip(language_model.layers, layer_kinds(config), strict=True)
+        ),
     )
 
 
+def _read_mixer(language_model: Any, layer: Any, kind: str) -> Attention | Recurrence:
+    if kind == RECURRENT:
+        module = layer.linear_attn
+        return Recurrence(module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim)
+    module, rules = layer.self_attn, make_mask_rules(language_model.config, image_blocks=False)
+    outputs, head_dim = base_layer(module.o_proj).in_features, module.head_dim
+    return Attention(
+        heads=outputs // head_dim,
+        key_heads=_out_features(module.k_proj) // head_dim,
+        head_dim=head_dim,
+        scale=module.scaling,
+        rotary=2 * len(rotary_frequencies(language_model, kind)[0]),
+        positions=kind,
+        gated=_out_features(module.q_proj) == 2 * outputs,
+        window=rules[kind].window,
+    )
+
+
+def activation_name(config: Any) -> str:
+    """The name of transformers, under either key."""
+    return getattr(config, "hidden_act", None) or config.hidden_activation
+
+
+def rotary_frequencies(language_model: Any, kind: str) -> tuple[Tensor, float]:
+    """The frequencies of a head's pairs, and the factor of cos and sin, in layers of a kind: a model has the same for
+    all, or some for each."""
+    rotary = language_model.rotary_emb
+    prefix = f"{kind}_" if hasattr(rotary, f"{kind}_inv_freq") else ""
+    frequencies = getattr(rotary, f"{prefix}inv_freq")
+    return frequencies.float(), float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
+
+
+def mlp_norm(layer: Any) -> Any:
+    """The norm before the MLP. Where blocks have norms after them, `post_attention_layernorm` is one of those."""
+    return layer.pre_feedforward_layernorm if has_norms_after(layer) else layer.post_attention_layernorm
+
+
+def has_norms_after(layer: Any) -> bool:
+    return hasattr(layer, "post_feedforward_layernorm")
+
+
+def _read_mlp(module: Any, activation: str) -> Mlp | Mixture:
+    if not has_experts(module):
+        return Mlp(_out_features(module.gate_proj), activation)
+    experts, _, inner = module.experts.down_proj.shape
+    shared = getattr(module, "shared_expert", None)
+    width = 0 if shared is None else _out_features(shared.gate_proj)
+    return Mixture(experts, module.gate.top_k, inner, width, activation)
+
+
+def has_experts(mlp: Any) -> bool:
+    return hasattr(mlp, "experts")
+
+
+def _out_features(linear: Any) -> int:
+    return base_layer(linear).out_features
+
+
+def used_kinds(language_model: Any) -> set[Kind]:
+    """All that a supported model consists of."""
+    shape, layers = decoder_shape(language_model), language_model.layers
+    attentions = shape.attentions.values()
+    modules = [layers[i].self_attn for i in shape.attentions]
+    activations = {layer.mlp.activation for layer in shape.layers}
+    used = {
+        Kind.GROUPED_QUERIES: attentions,
+        Kind.BIASES: any(base_layer(each.q_proj).bias is not None for each in modules),
+        Kind.HEAD_NORMS: any(hasattr(each, "q_norm") for each in modules),
+        Kind.SILU: "silu" in activations,
+        Kind.GELU: "gelu_tanh" in activations,
+        Kind.WINDOWS: any(each.window for each in attentions),
+        Kind.ONE_PLUS_NORMS: shape.norm.one_plus,
+        Kind.NORMS_AFTER: any(has_norms_after(each) for each in layers),
+        Kind.SCALED_EMBEDDINGS: hasattr(language_model.embed_tokens, "embed_scale"),
+        Kind.RECURRENT: shape.recurrences,
+        Kind.GATED_OUTPUTS: any(each.gated for each in attentions),
+        Kind.PARTIAL_ROTARY: any(each.rotary < each.head_dim for each in attentions),
+        Kind.EXPERTS: shape.mixtures,
+    }
+    return {kind for kind, is_used in used.items() if is_used}
+
+
+# --------------------------------------------------------------------------------------------------------- projections
 class Adapter(NamedTuple):
     """x @ weight.T becomes x @ weight.T + scaling * (x @ low.T) @ up.T"""
 
@@ -79,9 +268,14 @@ class Adapter(NamedTuple):
     scaling: float
 
 
-def projections(layer: Any) -> list[Any]:
-    modules = zip((layer.self_attn, layer.mlp), LINEAR, strict=True)
-    return [getattr(module, name) for module, names in modules for name in names]
+def projections(layer: Any) -> Iterator[tuple[str, Any]]:
+    """The names and modules of a layer's linear projections; None for one that is missing. Experts are tensors."""
+    for block, names in LINEAR.items():
+        module = layer
+        for part in block.split("."):
+            module = getattr(module, part, None)
+        if module is not None and not has_experts(module):
+            yield from ((name, getattr(module, name, None)) for name in names)
 
 
 def base_layer(linear: Any) -> Any:
@@ -98,66 +292,3 @@ def lora_adapters(linear: Any) -> list[Adapter]:
         for name in linear.active_adapters
         if name in linear.lora_A
     ]
-
-
-def explain_unsupported(language_model: Any, head: nn.Module) -> str | None:
-    """Why the kernels would compute this model wrongly; None if they are right. `head`: its output layer."""
-    config = language_model.config
-    traits = SUPPORTED.get(config.model_type)
-    if traits is None:
-        return f"the layers of the family {config.model_type!r} are not supported"
-    head_dim = decoder_shape(language_model).head_dim
-    if head_dim < 16 or head_dim & (head_dim - 1):
-        return f"heads of {head_dim} numbers: the kernels take powers of two from 16"
-    if config.hidden_act != "silu":
-        return f"an MLP with {config.hidden_act}"
-    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rotary not in FIXED_ROPE:
-        return f"rotary positions of the kind {rotary!r}"
-    for name, module, kind in (("embedding", language_model.embed_tokens, nn.Embedding), ("head", head, nn.Linear)):
-        if type(module) is not kind:
-            return f"the {name} is a {_kind(module)}"
-    return next((why for layer in language_model.layers if (why := _explain_layer(layer, traits))), None)
-
-
-def _explain_layer(layer: Any, traits: LayerTraits) -> str | None:
-    for module, names in zip((layer.self_attn, layer.mlp), LINEAR, strict=True):
-        for name in names:
-            linear = getattr(module, name, None)
-            base = base_layer(linear)
-            if type(base) is not nn.Linear:  # a quantized weight computes something else
-                return f"{name} is a {_kind(base)}"
-            if (base.bias is not None) != (traits.has_bias and name in LINEAR[0][:3]):
-                return f"the bias of {name}"
-            if base is not linear and (why := _explain_adapter(linear)):
-                return f"the adapter of {name} {why}"
-    if hasattr(layer.self_attn, "q_norm") != traits.has_norms:
-        return "the norms of queries and keys"
-    return None
-
-
-def _explain_adapter(linear: Any) -> str | None:
-    parts = getattr(linear, "lora_A", None), getattr(linear, "lora_B", None)
-    if not all(isinstance(part, nn.ModuleDict) for part in parts):
-        return f"is a {_kind(linear)}, not LoRA"
-    if linear.merged:
-        return "is merged into its weight: unmerge it"
-    active = [name for name in linear.active_adapters if name in linear.lora_A]
-    if len(active) > 1:
-        return f"is one of several ({', '.join(active)}): make one of them active"
-    for name in active:
-        if name in linear.lora_variant:
-            return f"is a {_kind(linear.lora_variant[name])}, not plain LoRA"
-        for part in (linear.lora_A[name], linear.lora_B[name]):
-            if type(part) is not nn.Linear:
-                return f"holds a {_kind(part)}"
-            if part.bias is not None:
-                return "has a bias"
-    return None
-
-
-def _kind(module: Any) -> str:
-    """The class name, with its package if that is not torch: libraries that replace layers reuse torch's names."""
-    kind = type(module)
-    package = kind.__module__.partition(".")[0]
-    return kind.__name__ if package in ("torch", "builtins") else f"{package} {kind.__name__}"

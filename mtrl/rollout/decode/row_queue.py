@@ -79,17 +79,18 @@ class EndedRows:
     def __init__(self, rows: int) -> None:
         self.rows = rows
         self.order: list[int] = []
-        self.parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
-    def add(self, rows: Sequence[int], part: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Tokens, log-probs and lengths of these rows."""
+    def add(self, rows: Sequence[int], part: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+        """Tokens, log-probs, experts and lengths of these rows."""
         self.order += rows
         self.parts.append(part)
 
-    def split(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Tokens and log-probs of each row, on the CPU, in their order."""
-        tokens, logps, lengths = (torch.cat(each).cpu() for each in zip(*self.parts, strict=True))
+    def split(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Tokens, log-probs and experts of each row, on the CPU, in their order; no experts of a dense model."""
+        tokens, logps, experts, lengths = (torch.cat(each).cpu() for each in zip(*self.parts, strict=True))
         assert sorted(self.order) == list(range(self.rows)), "every row ends once"
         place = {row: number for number, row in enumerate(self.order)}
         ends = [(place[row], int(lengths[place[row]])) for row in range(self.rows)]
-        return [tokens[i, :end].long() for i, end in ends], [logps[i, :end] for i, end in ends]
+        routed = [experts[i, :end] for i, end in ends] if experts.numel() else []
+        return [tokens[i, :end].long() for i, end in ends], [logps[i, :end] for i, end in ends], routed
