@@ -295,7 +295,8 @@ def read_prompts(
     Rows are padded on the right, where causal attention needs no mask; but on the left if states are read in order, so
     that the last token of each leaves its state."""
     cache, device, pad = backbone.new_cache(), backbone.device, left_pad if backbone.has_states else right_pad
-    for layer in cache.layers:
+    layers: Any = cache.layers
+    for layer in layers:
         if getattr(layer, "is_sliding", False):  # would keep the last keys of the padded row, which may be padding
             layer.activate_past_recording()
     is_vision = pad([vision_tokens(prompt) for prompt in prompts])

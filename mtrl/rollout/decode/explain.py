@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from mtrl.models.layer_kinds import RECURRENT, layer_kinds
-from mtrl.models.model_size import head_width
+from mtrl.models.model_size import head_widths
 from mtrl.rollout.decode.layers import (
     ACTIVATIONS,
     LINEAR,
@@ -45,7 +45,7 @@ def explain_unsupported(language_model: Any, head: nn.Module) -> str | None:
     config = language_model.config
     if config.model_type not in READ:
         return f"the layers of the family {config.model_type!r} are not supported"
-    widths = [head_width(config)]
+    widths = [*head_widths(config)]
     if RECURRENT in layer_kinds(config):
         widths += [config.linear_key_head_dim, config.linear_value_head_dim]
     for width in widths:

@@ -181,7 +181,7 @@ def _read_mixer(language_model: Any, layer: Any, kind: str) -> Attention | Recur
     if kind == RECURRENT:
         module = layer.linear_attn
         return Recurrence(module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim)
-    module, rules = layer.self_attn, make_mask_rules(language_model.config, image_blocks=False)
+    module, rules = layer.self_attn, make_mask_rules(language_model.config, image_blocks=())
     outputs, head_dim = base_layer(module.o_proj).in_features, module.head_dim
     return Attention(
         heads=outputs // head_dim,
