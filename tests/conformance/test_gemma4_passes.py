@@ -26,7 +26,7 @@ from mtrl.models.families.gemma4 import Gemma4Family
 from mtrl.models.layer_kinds import FULL, SLIDING
 from mtrl.models.load_model import load_model
 from mtrl.models.model_size import model_size
-from mtrl.rollout.decode.engine import explain_unsupported_model
+from mtrl.rollout.decode.explain import explain_unsupported
 from mtrl.types import Needs, Sampling
 from pretraining.tiny_checkpoints import GEMMA4_FAMILIES, make_tiny_checkpoint
 from pretraining.tiny_gemma4 import SHARERS, SOFTCAP, WINDOW
@@ -152,7 +152,8 @@ def test_a_blank_image_has_one_token(candidate, family):
 
 def test_what_is_not_supported_is_one_line(candidate, monkeypatch):
     backbone = candidate(SMALL).forward.backbone
-    assert "sliding windows and image blocks" in explain_unsupported_model(backbone)
+    head = backbone.model.get_output_embeddings()
+    assert "the layers of the family 'gemma4_text'" in explain_unsupported(backbone.language_model, head)
     assert "not known to be exact" in explain_no_sequence_parallel(backbone.model.config, 2)
     config, model = copy.deepcopy(backbone.model.config), backbone.model
     config.text_config.enable_moe_block, config.text_config.use_bidirectional_attention = True, "all"
