@@ -13,6 +13,7 @@ import torch
 from helpers import close
 from run_helpers import read_metrics
 from test_family_checks import BAR, assert_reported, each_fault
+from test_mask_rules import check_one_sequence
 from tiny_vlms import train_one_step
 from transformers import AutoModelForImageTextToText
 
@@ -27,7 +28,7 @@ from mtrl.models.layer_kinds import FULL, SLIDING
 from mtrl.models.load_model import load_model
 from mtrl.models.model_size import model_size
 from mtrl.rollout.decode.explain import explain_unsupported
-from mtrl.types import Needs, Sampling
+from mtrl.types import Sampling
 from pretraining.tiny_checkpoints import GEMMA4_FAMILIES, make_tiny_checkpoint
 from pretraining.tiny_gemma4 import SHARERS, SOFTCAP, WINDOW
 
@@ -108,14 +109,7 @@ def test_a_fault_is_reported(candidate, monkeypatch, check, family, fault):
 @pytest.mark.parametrize("family", GEMMA4_FAMILIES)
 @pytest.mark.parametrize("kind", ["matrix", pytest.param("blocks", marks=pytest.mark.slow)])
 def test_all_documents_in_one_sequence(candidate, family, kind, monkeypatch):
-    """As a matrix, and as the blocks of a GPU's kernel, against a row for each response."""
-    given, needs = candidate(family), Needs("old_logprobs", "attention_mass")
-    expected = replace(given.forward, share_prefix=False).signals(given.rollouts, needs)
-    if kind == "blocks":
-        monkeypatch.setattr(Backbone, "make_mask", lambda _, documents, packed, rule: documents.blocks(CPU, rule))
-    found = replace(given.forward, packed=True).signals(given.rollouts, needs)
-    close(found.old_logprobs, expected.old_logprobs, rtol=0, atol=BAR)
-    close(found.attention_mass, expected.attention_mass, rtol=0, atol=BAR)
+    check_one_sequence(candidate(family), kind, monkeypatch)
 
 
 @pytest.mark.parametrize("family", GEMMA4_FAMILIES)

@@ -117,8 +117,12 @@ def test_a_fault_is_reported(candidate, monkeypatch, check, family, fault):
 @pytest.mark.parametrize("family", FAMILIES_WITH_RULES)
 @pytest.mark.parametrize("kind", ["matrix", pytest.param("blocks", marks=pytest.mark.slow)])
 def test_all_documents_in_one_sequence(candidate, family, kind, monkeypatch):
+    check_one_sequence(candidate(family), kind, monkeypatch)
+
+
+def check_one_sequence(given, kind, monkeypatch):
     """As a matrix, and as the blocks that a GPU gets, against a row for each response."""
-    given, needs = candidate(family), Needs("old_logprobs", "attention_mass")
+    needs = Needs("old_logprobs", "attention_mass")
     expected = replace(given.forward, share_prefix=False).signals(given.rollouts, needs)
     if kind == "blocks":
         monkeypatch.setattr(Backbone, "make_mask", lambda _, documents, packed, rule: documents.blocks(CPU, rule))
