@@ -3,8 +3,9 @@
 # make demo-cluster  the demo on two processes, by Ray
 # make test       the suite: five minutes on two cores
 # make test-lanes what stands apart: test-rewards (functions and their sandbox), test-memory (estimates and out of memory),
-#                 test-runs (whole runs, killed and resumed), test-kernels (Triton's interpreter), test-extras (loggers,
-#                 4-bit models, mtrl compare and mtrl prepare), test-cluster (Ray, FSDP2 on CPU ranks),
+#                 test-runs (whole runs, killed and resumed), test-kernels (Triton's interpreter), test-families (what
+#                 each model family does otherwise), test-extras (loggers, 4-bit models, mtrl compare and mtrl prepare,
+#                 the study, benchmarks), test-cluster (Ray, FSDP2 on CPU ranks),
 #                 test-browser (the viewer in Chromium), test-notebook (examples/tutorial.ipynb in a kernel),
 #                 test-vllm (its CPU build, in a separate environment of 3.5 GB)
 # make test-all   suite with every combination of its products, lanes, slow tests, vLLM in other processes and on ranks,
@@ -23,8 +24,8 @@ DOCS_INSTALLED := .venv/.installed-docs
 VLLM_BIN := .venv-vllm/bin
 VLLM_INSTALLED := .venv-vllm/.installed
 
-.PHONY: setup browser demo demo-cluster test test-rewards test-memory test-runs test-kernels test-extras test-cluster \
-	test-browser test-notebook test-lanes setup-vllm test-vllm test-all soak lint format reference models speed docs
+.PHONY: setup browser demo demo-cluster test test-rewards test-memory test-runs test-kernels test-families test-extras \
+	test-cluster test-browser test-notebook test-lanes setup-vllm test-vllm test-all soak lint format reference models speed docs
 
 setup: $(INSTALLED)
 
@@ -47,9 +48,12 @@ unexport PYTHONDONTWRITEBYTECODE
 # which tests of ranks do. Files are distributed in order, so that those with few long tests do not come last.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 KERNELS := $(wildcard tests/unit/test_decode_*.py)
-EXTRAS := $(wildcard $(foreach name,compare prepare loggers quantized eight_bit,tests/unit/test_$(name)*.py))
+FAMILIES := $(wildcard $(foreach name,family_checks mask_rules counterfactual gemma4_passes undescribed llava, \
+	tests/conformance/test_$(name).py) $(foreach name,tiles glm gemma3 gemma4 onevision,tests/unit/test_$(name).py))
+EXTRA_NAMES := compare prepare loggers quantized eight_bit study step_benchmark
+EXTRAS := $(wildcard $(foreach name,$(EXTRA_NAMES),tests/unit/test_$(name)*.py))
 FOLDERS := rewards memory runs cluster browser notebook
-LANES := $(FOLDERS:%=tests/%) $(KERNELS) $(EXTRAS)
+LANES := $(FOLDERS:%=tests/%) $(KERNELS) $(FAMILIES) $(EXTRAS)
 SKIPPED := tests/gpu tests/soak
 
 test: setup
@@ -57,6 +61,9 @@ test: setup
 
 test-kernels: setup
 	$(PYTEST) $(KERNELS)
+
+test-families: setup
+	$(PYTEST) $(FAMILIES)
 
 test-extras: setup
 	$(PYTEST) $(EXTRAS)
@@ -66,7 +73,7 @@ test-browser: browser
 $(FOLDERS:%=test-%): test-%: setup
 	$(PYTEST) tests/$*
 
-test-lanes: test-rewards test-memory test-runs test-kernels test-extras test-cluster test-browser test-notebook test-vllm
+test-lanes: test-rewards test-memory test-runs test-kernels test-families test-extras test-cluster test-browser test-notebook test-vllm
 
 # Chromium is installed if we may; without it the tests of the viewer are skipped.
 browser:
