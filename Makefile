@@ -3,8 +3,8 @@
 # make demo-cluster  the demo on two processes, by Ray
 # make test       the suite: five minutes on two cores
 # make test-lanes what stands apart: test-rewards (functions and their sandbox), test-memory (estimates and out of memory),
-#                 test-runs (whole runs, killed and resumed), test-kernels (Triton's interpreter), test-families (what
-#                 each model family does otherwise), test-extras (loggers, 4-bit models, mtrl compare and mtrl prepare,
+#                 test-runs (whole runs, killed and resumed), test-learn (the reward rises), test-kernels (Triton's
+#                 interpreter), test-families (what each does otherwise, and views of images), test-extras (loggers, 4-bit models, mtrl compare and mtrl prepare,
 #                 the study, benchmarks), test-cluster (Ray, FSDP2 on CPU ranks),
 #                 test-browser (the viewer in Chromium), test-notebook (examples/tutorial.ipynb in a kernel),
 #                 test-vllm (its CPU build, in a separate environment of 3.5 GB)
@@ -24,8 +24,8 @@ DOCS_INSTALLED := .venv/.installed-docs
 VLLM_BIN := .venv-vllm/bin
 VLLM_INSTALLED := .venv-vllm/.installed
 
-.PHONY: setup browser demo demo-cluster test test-rewards test-memory test-runs test-kernels test-families test-extras \
-	test-cluster test-browser test-notebook test-lanes setup-vllm test-vllm test-all soak lint format reference models speed docs
+.PHONY: setup browser demo demo-cluster test test-rewards test-memory test-runs test-learn test-kernels test-families \
+	test-extras test-cluster test-browser test-notebook test-lanes setup-vllm test-vllm test-all soak lint format reference models speed docs
 
 setup: $(INSTALLED)
 
@@ -49,10 +49,11 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 KERNELS := $(wildcard tests/unit/test_decode_*.py)
 FAMILIES := $(wildcard $(foreach name,family_checks mask_rules counterfactual gemma4_passes undescribed llava, \
-	tests/conformance/test_$(name).py) $(foreach name,tiles glm gemma3 gemma4 onevision,tests/unit/test_$(name).py))
+	tests/conformance/test_$(name).py) $(foreach name,tiles glm gemma3 gemma4 onevision,tests/unit/test_$(name).py) \
+	tests/conformance/test_views.py tests/invariant/test_live_views.py)
 EXTRA_NAMES := compare prepare loggers quantized eight_bit study step_benchmark
 EXTRAS := $(wildcard $(foreach name,$(EXTRA_NAMES),tests/unit/test_$(name)*.py))
-FOLDERS := rewards memory runs cluster browser notebook
+FOLDERS := rewards memory runs learn cluster browser notebook
 LANES := $(FOLDERS:%=tests/%) $(KERNELS) $(FAMILIES) $(EXTRAS)
 SKIPPED := tests/gpu tests/soak
 
@@ -73,7 +74,7 @@ test-browser: browser
 $(FOLDERS:%=test-%): test-%: setup
 	$(PYTEST) tests/$*
 
-test-lanes: test-rewards test-memory test-runs test-kernels test-families test-extras test-cluster test-browser test-notebook test-vllm
+test-lanes: test-rewards test-memory test-runs test-learn test-kernels test-families test-extras test-cluster test-browser test-notebook test-vllm
 
 # Chromium is installed if we may; without it the tests of the viewer are skipped.
 browser:
