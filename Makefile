@@ -2,12 +2,12 @@
 # make demo       a vision-language model learns by reinforcement, on this machine, in minutes
 # make demo-cluster  the demo on two processes, by Ray
 # make test       the suite: five minutes on two cores
-# make test-lanes what stands apart: test-rewards (functions and their sandbox), test-memory (estimates and out of memory),
-#                 test-runs (whole runs, killed and resumed), test-learn (the reward rises), test-kernels (Triton's
-#                 interpreter), test-families (what each does otherwise, and views of images), test-extras (loggers, 4-bit models, mtrl compare and mtrl prepare,
-#                 the study, benchmarks), test-cluster (Ray, FSDP2 on CPU ranks),
-#                 test-browser (the viewer in Chromium), test-notebook (examples/tutorial.ipynb in a kernel),
-#                 test-vllm (its CPU build, in a separate environment of 3.5 GB)
+# make test-lanes what stands apart: test-rewards (functions and their sandbox), test-memory (estimates and out of
+#                 memory), test-runs (whole runs, killed and resumed), test-learn (the reward rises), test-kernels
+#                 (Triton's interpreter), test-families (what each model family does otherwise, and views of images),
+#                 test-extras (loggers, 4-bit models, mtrl compare and mtrl prepare, the study, benchmarks),
+#                 test-cluster (Ray, FSDP2 on CPU ranks), test-browser (the viewer in Chromium), test-notebook
+#                 (examples/tutorial.ipynb in a kernel), test-vllm (its CPU build, in an environment of 3.5 GB)
 # make test-all   suite with every combination of its products, lanes, slow tests, vLLM in other processes and on ranks,
 #                 and the mutation run
 # make soak       hours: every algorithm switch, kills, mutated input, a thousand steps
@@ -25,7 +25,8 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_INSTALLED := .venv-vllm/.installed
 
 .PHONY: setup browser demo demo-cluster test test-rewards test-memory test-runs test-learn test-kernels test-families \
-	test-extras test-cluster test-browser test-notebook test-lanes setup-vllm test-vllm test-all soak lint format reference models speed docs
+	test-extras test-cluster test-browser test-notebook test-lanes setup-vllm test-vllm test-all soak lint format \
+	reference models speed docs
 
 setup: $(INSTALLED)
 
@@ -74,7 +75,8 @@ test-browser: browser
 $(FOLDERS:%=test-%): test-%: setup
 	$(PYTEST) tests/$*
 
-test-lanes: test-rewards test-memory test-runs test-learn test-kernels test-families test-extras test-cluster test-browser test-notebook test-vllm
+test-lanes: test-rewards test-memory test-runs test-learn test-kernels test-families test-extras test-cluster \
+	test-browser test-notebook test-vllm
 
 # Chromium is installed if we may; without it the tests of the viewer are skipped.
 browser:
