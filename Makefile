@@ -25,8 +25,8 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_INSTALLED := .venv-vllm/.installed
 
 .PHONY: setup browser demo demo-cluster test test-rewards test-memory test-runs test-learn test-kernels test-families \
-	test-extras test-cluster test-browser test-notebook test-lanes setup-vllm test-vllm test-all soak lint format \
-	reference models speed docs
+	test-extras test-cluster test-browser test-notebook test-lanes setup-vllm test-vllm test-all test-every-combination \
+	test-vllm-slow test-mutation soak lint format reference models speed docs
 
 setup: $(INSTALLED)
 
@@ -101,9 +101,16 @@ VLLM_TESTS := tests/on_vllm tests/conformance/test_generator.py
 test-vllm: setup-vllm
 	$(PYTEST_VLLM) $(VLLM_TESTS) -k vllm
 
-test-all: setup browser test-vllm
+# Each part is a target, so that `make -k test-all` runs the rest after a failure.
+test-all: test-vllm test-every-combination test-vllm-slow test-mutation
+
+test-every-combination: setup browser
 	$(PYTEST) -m "not soak" --every-combination
+
+test-vllm-slow: setup-vllm
 	$(PYTEST_VLLM) -m slow $(VLLM_TESTS) tests/cluster/test_vllm_ranks.py -k vllm
+
+test-mutation: setup
 	$(BIN)/python tests/mutation.py
 
 soak: setup
