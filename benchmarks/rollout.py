@@ -18,7 +18,9 @@ weights, each prompt's keys and values once per group, and each row's own. Memor
 and after it went to sleep; `captures` counts CUDA graphs, including the warm-up.
 
 In the cases with peers, `model.generate` of the same checkpoint samples the same prompts once after a short warm-up, in
-the compute dtype and with transformers' own attention.
+the compute dtype and with transformers' own attention. In those of other families the plain engine does, and the share
+of their greedy tokens that are equal is reported: in float32
+(`--dtype fp32 worker.actor.fsdp.mixed_precision_dtype=fp32 --only 64x64`) it says whether the engines agree.
 
 --profile writes the kernels of one more round of the first case. --memory runs rounds of generation and update in a
 real run instead (`rollout_rounds`). The last line is one JSON object.
@@ -50,6 +52,7 @@ from benchmarks.random_model import random_prompts
 from benchmarks.rollout_rounds import ROUNDS, measure_rounds
 from mtrl.bench.environment import commit, hardware
 from mtrl.bench.random_run import PATHS, step_settings, write_run
+from mtrl.bench.shapes import SHAPES
 from mtrl.compose.algorithm import make_training_sampling
 from mtrl.compose.policy import LoadedModel, build_generator, build_policy
 from mtrl.compose.run import configure
@@ -59,10 +62,13 @@ from mtrl.models.state_dicts import exported_weights
 from mtrl.protocols import Generator
 from mtrl.rollout import local
 from mtrl.rollout.decode.engine import GraphGenerator, bucket_size
+from mtrl.rollout.decode.layers import decoder_shape
+from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Prompt, Rollouts, Sampling, Weights
 
 BYTES_PER_SECOND = 4.3e12  # memory bandwidth of an H200
-PREFIXES = {642: (672, 66), 4096: (1764, 127), 44: (56, 40), 64: (112, 48)}  # tokens: side of the picture, other tokens
+TEXT_TOKENS = {642: 66, 322: 66, 4096: 127, 44: 40, 64: 48}  # of a prompt of so many tokens, besides its picture's
+STATE_BYTES = 2 * 4  # float32, read and written
 BESIDE_SETTINGS = {"stop_ids": "none, and one where lengths are drawn: see benchmarks/drawn_lengths.py"}
 
 
@@ -75,7 +81,16 @@ class Case:
     shortest: int | None = None  # minimum of drawn lengths; None: full length
     leave: bool = True  # whether ended rows leave the batch
     peers: bool = False  # whether `model.generate` samples it too
+    plain: bool = False  # whether the plain engine does
     limit_s: float | None = None  # target on one H200
+
+
+def family_cases(prefix: int) -> dict[str, Case]:
+    return {
+        "64x64": Case(8, 8, 64, prefix, plain=True),
+        "64x256": Case(8, 8, 256, prefix, plain=True),
+        "256x256": Case(32, 8, 256, prefix, plain=True),
+    }
 
 
 CASES = {
@@ -96,8 +111,11 @@ CASES = {
         "1024x1024-drawn": Case(128, 8, 1024, shortest=64),
         "256x8192-drawn": Case(32, 8, 8192, shortest=256),
     },
+    "qwen3.5-4b": family_cases(642),
+    "gemma3-4b": family_cases(322),
+    "internvl-2b": family_cases(322),
     "tiny": {
-        "4x6": Case(2, 2, 6, prefix=44, peers=True),
+        "4x6": Case(2, 2, 6, prefix=44, peers=True, plain=True),
         "4x6-groups-of-4": Case(1, 4, 6, prefix=44),
         "4x6-prefix-64": Case(2, 2, 6, prefix=64),
         "8x12-drawn": Case(2, 4, 12, prefix=44, shortest=2),
@@ -139,15 +157,19 @@ class Bench:
     def __init__(self, a: argparse.Namespace, folder: Path, cases: Sequence[Case]) -> None:
         self.a, self.longest = a, max(cases, key=lambda case: case.prefix + case.new)
         self.started, self.vllm = 0.0, None  # seconds that the last engine took to start
-        self.sides = sorted({PREFIXES[case.prefix][0] for case in cases})  # the shared encoder must accept all
+        self.sides = sorted({self.side(case) for case in cases})  # the shared encoder must accept all
         self.file = write_run(
-            folder, a.size, a.device, 1, self.sides, PREFIXES[cases[0].prefix][1], a.seed, self.settings(cases[0])
+            folder, a.size, a.device, 1, self.sides, TEXT_TOKENS[cases[0].prefix], a.seed, self.settings(cases[0])
         )
         free_memory()  # the checkpoint was made on the device
         config, _ = configure(self.file, a.overrides)
         self.loaded = LoadedModel(*build_policy(config))
         self.loaded.encoder.stop_ids = ()
         self.checkpoint = Path(config.worker.actor.model.model_path or "")
+
+    def side(self, case: Case) -> int:
+        """Of the picture of a prompt, in pixels."""
+        return SHAPES[self.a.size].image_side(case.prefix - TEXT_TOKENS[case.prefix])
 
     def settings(self, case: Case) -> dict[str, Any]:
         """Settings of a run whose step samples this case."""
@@ -158,8 +180,8 @@ class Bench:
         return self.loaded.policy.backbone
 
     def prompts(self, case: Case) -> list[Prompt]:
-        side, text_tokens = PREFIXES[case.prefix]
-        return random_prompts(self.loaded.encoder, case.prompts, [side], text_tokens, self.a.seed)
+        text_tokens = TEXT_TOKENS[case.prefix]
+        return random_prompts(self.loaded.encoder, case.prompts, [self.side(case)], text_tokens, self.a.seed)
 
     @contextmanager
     def engine(self, case: Case) -> Iterator[tuple[Generator, Sampling]]:
@@ -215,12 +237,16 @@ class Bench:
                 self.publish(generator, number)
                 taken, _ = timed(generator, prompts, replace(one, step=number, version=number))
                 first.append(taken)
+            sampling = replace(sampling, version=self.a.rounds)  # of the last weights
+            greedy = generator.generate(prompts, greedy_sampling(sampling)) if case.plain else None
         del generator
         free_memory()
-        fields = {key: value for key, value in asdict(case).items() if key != "peers"}
+        fields = {key: value for key, value in asdict(case).items() if key not in ("peers", "plain")}
         starts = {"engine_start_s": round(self.started, 2), "weights_s": round(statistics.median(loads[1:]), 4)}
         found = fields | engine | starts | {"rows": len(rollouts), "memory": memory}
         found |= self.rates(rollouts, whole[1:], first[1:])  # the first of each is the warm-up
+        if greedy is not None:
+            found["plain"] = self.plain(prompts, sampling, greedy, found["seconds"])
         return found | ({"peers": self.peers(case, prompts, found["seconds"])} if case.peers else {})
 
     def rates(self, rollouts: Rollouts, whole: Sequence[float], first: Sequence[float]) -> dict[str, Any]:
@@ -239,6 +265,20 @@ class Bench:
             "floor_ms_a_step": round(1000 * floor / BYTES_PER_SECOND, 3) if self.a.device == "cuda" else None,
             "tokens": tokens,
             "tokens_per_s": round(tokens / seconds),
+        }
+
+    def plain(self, prompts: Sequence[Prompt], sampling: Sampling, greedy: Rollouts, ours: float) -> dict[str, Any]:
+        """The plain engine on the same policy: one generation after a short warm-up, and greedy tokens against ours."""
+        engine = LocalGenerator(self.backbone, self.loaded.encoder, version=sampling.version)
+        engine.generate(prompts, replace(sampling, max_new_tokens=2))
+        taken, rollouts = timed(engine, prompts, sampling)
+        same = engine.generate(prompts, greedy_sampling(sampling)).tokens == greedy.tokens
+        return {
+            "seconds": round(taken, 3),
+            "tokens_per_s": round(int(rollouts.mask.sum()) / taken),
+            "over_ours": round(taken / ours, 2),
+            "equal_greedy_tokens": round(same.double().mean().item(), 6),
+            "equal_greedy_responses": f"{int(same.all(1).sum())} of {len(same)}",
         }
 
     def peers(self, case: Case, prompts: Sequence[Prompt], ours: float) -> dict[str, Any]:
@@ -266,6 +306,10 @@ class Bench:
             f"# {where}, commit {commit()}: {name}, {steps} steps after the first token, {type(generator).__name__}."
         )
         return f"{title}\n{table}"
+
+
+def greedy_sampling(sampling: Sampling) -> Sampling:
+    return replace(sampling, n=1, temperature=0.0, top_k=0, top_p=1.0, max_new_tokens=min(64, sampling.max_new_tokens))
 
 
 def timed(
@@ -304,17 +348,19 @@ def all_stay(generator: Generator, rows: int) -> Iterator[None]:
 
 def bytes_to_read(backbone: Backbone, rollouts: Rollouts) -> float:
     """Bytes that all steps after the first token must read: at each step the language model's weights, the keys and
-    values of each unfinished row, and once per group those of its prompt, while the group has unfinished rows."""
-    config, language = backbone.language_model.config, backbone.language_model
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    numbers_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * width
+    values of each unfinished row, and once per group those of its prompt, while the group has unfinished rows; of
+    recurrent layers the state of each unfinished row, which is written, too. (All layers as if without windows.)"""
+    language, shape = backbone.language_model, decoder_shape(backbone.language_model)
+    numbers_per_token = sum(2 * each.key_heads * each.head_dim for each in shape.attentions.values())
+    states = sum(each.value_heads * each.key_dim * each.value_dim for each in shape.recurrences.values())
     inputs = language.get_input_embeddings().weight
     weights = sum(p.numel() for p in language.parameters() if p is not inputs) + backbone.output_matrix.numel()
     steps = rollouts.mask.sum(1) - 1
     own = int((steps * (steps + 1) // 2).sum())
     group_steps = [int(steps[rollouts.group == group].max()) for group in range(len(rollouts.prompts))]
     shared = sum(len(prompt.ids) * each for prompt, each in zip(rollouts.prompts, group_steps, strict=True))
-    return backbone.compute_dtype.itemsize * (weights * int(steps.max()) + numbers_per_token * (own + shared))
+    read = backbone.compute_dtype.itemsize * (weights * int(steps.max()) + numbers_per_token * (own + shared))
+    return read + STATE_BYTES * states * int(steps.sum())
 
 
 def transformers_model(checkpoint: Path, backbone: Backbone) -> Any:
@@ -337,6 +383,7 @@ def format_line(name: str, found: dict[str, Any]) -> str:
         f"{found['captures']} captures",
         *(f"{when} {held['allocated_gb']:.1f} GiB" for when, held in memory.items() if isinstance(held, dict) and held),
         *(f"{peer} {value}" for peer, value in found.get("peers", {}).items()),
+        *(f"plain engine's {name} {value}" for name, value in found.get("plain", {}).items()),
     ]
     return f"{name}: " + ", ".join(fields)
 

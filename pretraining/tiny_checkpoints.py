@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from mtrl.models.tiny_families import GEMMA4_FAMILIES, ONE_SQUARE, OWN_PARTS, gemma, gemma4, glm
 from mtrl.models.tiny_tokenizer import (
     VOCABULARY,
     WORDS,
@@ -26,27 +27,16 @@ from mtrl.models.tiny_tokenizer import (
     tiny_tokenizer,
     write_image_settings,
 )
-from pretraining import tiny_gemma, tiny_gemma4, tiny_glm, tiny_idefics, tiny_internvl, tiny_onevision
 
 QWEN_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 VISION_FAMILIES = (*QWEN_FAMILIES, "gemma3")
 TINY_FAMILIES = (*VISION_FAMILIES, "qwen2", "gemma3_text")  # in the tests of passes, generation, checkpoints, ..
 OTHER_TEXT_FAMILIES = ("qwen3", "llama")
-GEMMA4_FAMILIES = ("gemma4", "gemma4_bidirectional")  # as small ones and as large ones are
 OTHER_VISION_FAMILIES = (
     "qwen3_vl_moe", "internvl", "idefics3", "smolvlm", "llava_onevision", "glm4v", "glm4v_moe", *GEMMA4_FAMILIES
 )  # fmt: skip
 CHECKED_FAMILIES = (*TINY_FAMILIES, *OTHER_VISION_FAMILIES, *OTHER_TEXT_FAMILIES)  # those of docs/models.md
 TEXT_FAMILIES = ("qwen2", "gemma3_text", *OTHER_TEXT_FAMILIES)
-OWN_PARTS: dict[str, Any] = {
-    **dict.fromkeys(("gemma3", "gemma3_text"), tiny_gemma),
-    **dict.fromkeys(GEMMA4_FAMILIES, tiny_gemma4),
-    **dict.fromkeys(("idefics3", "smolvlm"), tiny_idefics),
-    **dict.fromkeys(("glm4v", "glm4v_moe"), tiny_glm),
-    "internvl": tiny_internvl,
-    "llava_onevision": tiny_onevision,
-}
-ONE_SQUARE = (tiny_gemma, tiny_idefics, tiny_internvl)  # the side of the tower's images may be chosen
 
 
 def make_tiny_checkpoint(
@@ -94,7 +84,7 @@ def make_tiny_checkpoint(
         config = AutoConfig.for_model(family, **text)
     elif own is not None:
         square = {"side": isqrt(max_pixels)} if max_pixels and own in ONE_SQUARE else {}
-        limits = {"min_pixels": min_pixels, "max_pixels": max_pixels} if own is tiny_glm else square
+        limits = {"min_pixels": min_pixels, "max_pixels": max_pixels} if own is glm else square
         more = own.make_config(tokenizer, text, vision_hidden, vision_layers, **square)
         config = AutoConfig.for_model(model_type(family), **{"text_config": text} | more)
         own.write_settings(directory, **limits)
@@ -127,11 +117,11 @@ def _text_config(
         "tie_word_embeddings": True, "use_cache": True,
     }  # fmt: skip
     if family in GEMMA4_FAMILIES:
-        return shared | tiny_gemma4.text_config(family == "gemma4", hidden, heads, layers)
+        return shared | gemma4.text_config(family == "gemma4", hidden, heads, layers)
     if family.startswith("gemma3"):
-        return shared | tiny_gemma.text_config(hidden, heads, layers)
+        return shared | gemma.text_config(hidden, heads, layers)
     if family.startswith("glm4v"):
-        return shared | tiny_glm.text_config(family, hidden, heads)
+        return shared | glm.text_config(family, hidden, heads)
     half = hidden // heads // 2  # rotary pairs of a head, divided among time, height and width
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
     if family.startswith("qwen3_5"):

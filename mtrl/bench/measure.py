@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from mtrl.compose.run import build, configure
 from mtrl.config import Config
 from mtrl.distributed.generator_proxy import ENGINE, DistributedGenerator
 from mtrl.distributed.learner_proxy import DistributedLearner
+from mtrl.models.families import find_family
 from mtrl.models.parallel.fsdp import is_sharded
 from mtrl.models.random_model import draw_model
 from mtrl.protocols import Tracker
@@ -35,7 +36,6 @@ PHASES = {  # TRL's name of a phase: our phases
 PEAKS = ("peak_gb_generation", "peak_gb_buffers", "peak_gb_probe", "peak_gb_update", "peak_gb_training")
 MFU_KEYS = ("mfu_training_prompts_once", "mfu_training_prompts_per_response")
 GAP = "rollout/logprob_gap_"  # of the engine and the trainer
-VISION = ".visual."  # in the names of the weights of the vision tower
 BESIDE_SETTINGS = {"stop_ids": "none: no token ends a response"}  # facts without a configuration key
 Row = dict[str, Any]
 
@@ -136,7 +136,7 @@ def bytes_outside_allocator(generator: Any) -> int:
 # -------------------------------------------------------------------------------------------------------------- result
 def make_result(run: MeasuredRun, rows: Sequence[Row], saving: dict[str, float] | None = None) -> dict[str, Any]:
     workload, prompt_len, model = run.workload, run.lengths.longest, run.actor.model
-    sizes = {name: weight.numel() for name, weight in model.named_parameters()}
+    sizes, is_vision = {name: weight.numel() for name, weight in model.named_parameters()}, find_vision(model)
     summary = summarize(workload, rows, prompt_len)
     return {
         "bench": "mtrl_grpo_step",
@@ -144,7 +144,7 @@ def make_result(run: MeasuredRun, rows: Sequence[Row], saving: dict[str, float] 
         "settings": workload.reported_settings(),
         "beside_settings": BESIDE_SETTINGS,
         "params_m": round(sum(sizes.values()) / 1e6, 1),
-        "vision_params_m": round(sum(size for name, size in sizes.items() if VISION in name) / 1e6, 1),
+        "vision_params_m": round(sum(size for name, size in sizes.items() if is_vision(name)) / 1e6, 1),
         "ranks": 1 if is_sharded(model) else None,
         "completions_per_step": workload.responses,
         "image_tokens": workload.image_tokens,
@@ -179,9 +179,17 @@ def measure_training_mfu(workload: Workload, model: Any, prompt_len: int, second
     """MFU of the update, without the vision tower, for both ways of counting prompts. There is none on a CPU, on an
     unknown GPU, and under adapters, where frozen weights need no gradients."""
     peak = find_peak(hardware().get("gpu")) if workload.device == "cuda" else None
-    weights = [weight for name, weight in model.named_parameters() if VISION not in name]
+    is_vision = find_vision(model)
+    weights = [weight for name, weight in model.named_parameters() if not is_vision(name)]
     if peak is None or not all(weight.requires_grad for weight in weights):
         return {}
     count = sum(weight.numel() for weight in weights)
     tokens = count_tokens(workload.prompts, workload.generations, prompt_len, workload.completion)
     return {key: measure_mfu(count, number, seconds, peak) for key, number in zip(MFU_KEYS, tokens, strict=True)}
+
+
+def find_vision(model: Any) -> Callable[[str], bool]:
+    """Whether a weight of that name belongs to the vision tower or its projector."""
+    family = find_family(model.config)
+    paths = [f"{path}." for path in (family.vision_tower, family.projector) if path is not None]
+    return lambda name: any(path in name for path in paths)

@@ -68,9 +68,10 @@ def random_questions(
     for number in range(count):
         side = sides[number % len(sides)]
         image = noise.integers(0, 256, (side, side, 3), dtype=np.uint8)
-        prompt = encode_question(encoder, number, "", image)
+        first = f" {draw.choice(words)}"  # a template may trim it, so that it has other tokens than the next ones
+        prompt = encode_question(encoder, number, first, image)
         spare = text_tokens - int((prompt.token_pool != VISION_POOL).sum())
-        yield "".join(f" {draw.choice(words)}" for _ in range(max(1, spare))), image
+        yield first + "".join(f" {draw.choice(words)}" for _ in range(spare)), image
 
 
 def encode_question(encoder: TextEncoder, number: int, text: str, image: np.ndarray) -> Prompt:

@@ -30,7 +30,7 @@ from mtrl.models.model_size import model_size
 from mtrl.rollout.decode.explain import explain_unsupported
 from mtrl.types import Sampling
 from pretraining.tiny_checkpoints import GEMMA4_FAMILIES, make_tiny_checkpoint
-from pretraining.tiny_gemma4 import SHARERS, SOFTCAP, WINDOW
+from mtrl.models.tiny_families.gemma4 import SHARERS, SOFTCAP, WINDOW
 
 CPU = torch.device("cpu")
 SMALL, LARGE = GEMMA4_FAMILIES

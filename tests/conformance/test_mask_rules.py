@@ -22,7 +22,7 @@ from mtrl.models.family_checks import CHECKS
 from mtrl.models.load_model import load_model
 from mtrl.rollout.decode.explain import explain_not_chosen
 from mtrl.types import SEGMENTS, VISION_POOL, Needs
-from pretraining.tiny_gemma import WINDOW
+from mtrl.models.tiny_families.gemma import WINDOW
 
 CPU = torch.device("cpu")
 SIZES = {

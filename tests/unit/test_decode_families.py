@@ -12,7 +12,7 @@ from mtrl.rollout.decode.explain import explain_not_chosen, explain_unsupported
 from mtrl.rollout.decode.step import triton_ops
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
-from pretraining.tiny_gemma import WINDOW
+from mtrl.models.tiny_families.gemma import WINDOW
 
 FAMILIES = ["gemma3", "gemma3_text", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"]
 SAMPLED = Sampling(n=3, max_new_tokens=WINDOW + 4)

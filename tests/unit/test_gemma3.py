@@ -16,7 +16,7 @@ from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder
 from mtrl.types import NO_POOL, VISION_POOL, Medium, Task
 from pretraining.tiny_checkpoints import make_tiny_checkpoint
-from pretraining.tiny_gemma import SIDE, TOKENS
+from mtrl.models.tiny_families.gemma import SIDE, TOKENS
 
 IMAGE = {"type": "image"}
 

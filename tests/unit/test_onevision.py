@@ -16,7 +16,7 @@ from mtrl.models.processors import load_processor, process_prompt
 from mtrl.tracking.record import image_grid
 from mtrl.types import VISION_POOL, Medium, Task
 from pretraining.tiny_checkpoints import make_tiny_checkpoint
-from pretraining.tiny_onevision import PATCH, PINPOINTS, SIDE
+from mtrl.models.tiny_families.onevision import PATCH, PINPOINTS, SIDE
 
 SEEN = SIDE // PATCH  # tokens of a side of a tile
 

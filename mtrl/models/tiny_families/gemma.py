@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from tokenizers import AddedToken
 
-SIDE, PATCH, TOKENS = 112, 14, 16  # of an image: pixels of a side, pixels of a patch, tokens of its 64 patches
+SIDE, PATCH, POOL = 112, 14, 2  # pixels of an image's side and of a patch's; patches of the side of a token
+TOKENS = (SIDE // PATCH // POOL) ** 2  # of an image
 WINDOW = 10  # fewer than an image has tokens
 MARKS = {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image_soft_token>"}
 SPECIAL_TOKENS = ["<bos>", "<start_of_turn>", "<end_of_turn>", *MARKS.values()]
@@ -46,7 +47,7 @@ def text_config(hidden: int, heads: int, layers: int) -> dict[str, Any]:
 
 
 def make_config(
-    tokenizer: Any, text: dict[str, Any], vision_hidden: int, vision_layers: int, side: int = SIDE
+    tokenizer: Any, text: dict[str, Any], vision_hidden: int, vision_layers: int, side: int = SIDE, pool: int = POOL
 ) -> dict[str, Any]:  # fmt: skip
     """What the configuration has beside that of the text model."""
     vision = {
@@ -55,7 +56,7 @@ def make_config(
         "vision_use_head": False,
     }  # fmt: skip
     marks = {f"{name}_token_index": tokenizer.convert_tokens_to_ids(token) for name, token in MARKS.items()}
-    return {"vision_config": vision, "mm_tokens_per_image": count_tokens(side), **marks}
+    return {"vision_config": vision, "mm_tokens_per_image": count_tokens(side, pool), **marks}
 
 
 @torch.no_grad()
@@ -65,18 +66,18 @@ def fill_weights(model: Any) -> None:
         model.model.multi_modal_projector.mm_input_projection_weight.normal_(std=model.config.initializer_range)
 
 
-def count_tokens(side: int) -> int:
-    return TOKENS * side**2 // SIDE**2
+def count_tokens(side: int, pool: int) -> int:
+    return (side // PATCH // pool) ** 2
 
 
-def write_settings(directory: Path, side: int = SIDE) -> None:
+def write_settings(directory: Path, side: int = SIDE, pool: int = POOL) -> None:
     """Write the settings of images and of the processor with the keys of the published checkpoints."""
     images = {
         "image_processor_type": "Gemma3ImageProcessor", "processor_class": "Gemma3Processor",
         "size": {"height": side, "width": side}, "resample": 2, "do_pan_and_scan": None, "do_resize": True,
         "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5], "image_seq_length": count_tokens(side),
+        "image_std": [0.5, 0.5, 0.5], "image_seq_length": count_tokens(side, pool),
     }  # fmt: skip
     (directory / "preprocessor_config.json").write_text(json.dumps(images, indent=2) + "\n")
-    processor = {"processor_class": "Gemma3Processor", "image_seq_length": count_tokens(side)}
+    processor = {"processor_class": "Gemma3Processor", "image_seq_length": count_tokens(side, pool)}
     (directory / "processor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
