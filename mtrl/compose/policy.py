@@ -47,7 +47,7 @@ from mtrl.models.state_dicts import checkpoint_weights, load_weights, save_model
 from mtrl.models.views import ImageViews, View
 from mtrl.protocols import VideoSettings
 from mtrl.rollout.decode.engine import make_fastest_generator
-from mtrl.rollout.decode.explain import explain_not_chosen
+from mtrl.rollout.decode.explain import explain_unsupported
 from mtrl.rollout.lifecycle import EngineLifecycle
 from mtrl.training.algorithm_spec import AlgorithmSpec
 from mtrl.training.resume import check_undamaged
@@ -444,7 +444,7 @@ def _choose_generator(config: Config, policy: Forward, encoder: TextEncoder, get
         return build_vllm(config, model_path(config), policy, encoder, gets_weights)
     if config.engine_name == "auto" and gets_weights:
         backbone = policy.backbone
-        why = explain_not_chosen(backbone.language_model, backbone.model.get_output_embeddings())
+        why = explain_unsupported(backbone.language_model, backbone.model.get_output_embeddings())
         slow = f", without its fast path on a GPU ({why})" if why else ""
         has_vllm = backbone.family.runs_in_vllm
         other = "; worker.rollout.name=vllm is faster there" if why and has_vllm else ""

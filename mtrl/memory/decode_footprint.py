@@ -16,7 +16,7 @@ from mtrl.protocols import PromptEncoder
 from mtrl.rollout.decode.arena import GROWTH
 from mtrl.rollout.decode.buffers import Buffers, Mode, Room
 from mtrl.rollout.decode.engine import bucket_size, prompts_at_once, read_prompts
-from mtrl.rollout.decode.explain import explain_not_chosen
+from mtrl.rollout.decode.explain import explain_unsupported
 from mtrl.rollout.decode.layers import Shape, decoder_shape
 from mtrl.rollout.decode.step import Ops, Step
 from mtrl.rollout.local import ROWS_AT_ONCE, LocalGenerator
@@ -110,4 +110,4 @@ class Shapes:
 def explain_plain_engine(model: Any) -> str | None:
     """Why the plain engine decodes this model on a GPU, too; None if the graph engine does."""
     lm = find_family(model.config).find_language_model(model)
-    return explain_not_chosen(lm, model.get_output_embeddings())
+    return explain_unsupported(lm, model.get_output_embeddings())

@@ -27,10 +27,10 @@ from mtrl.models.families.gemma4 import Gemma4Family
 from mtrl.models.layer_kinds import FULL, SLIDING
 from mtrl.models.load_model import load_model
 from mtrl.models.model_size import model_size
+from mtrl.models.tiny_families.gemma4 import SHARERS, SOFTCAP, WINDOW
 from mtrl.rollout.decode.explain import explain_unsupported
 from mtrl.types import Sampling
 from pretraining.tiny_checkpoints import GEMMA4_FAMILIES, make_tiny_checkpoint
-from mtrl.models.tiny_families.gemma4 import SHARERS, SOFTCAP, WINDOW
 
 CPU = torch.device("cpu")
 SMALL, LARGE = GEMMA4_FAMILIES

@@ -5,14 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from mtrl.bench import measure
 from mtrl.bench.peak_flops import find_peak, measure_mfu
-from mtrl.bench.shapes import SHAPES
+from mtrl.bench.random_run import encode_question, random_questions
+from mtrl.bench.shapes import SHAPES, write_files
 from mtrl.bench.table import make_report
 from mtrl.bench.workload import Workload, count_tokens
 from mtrl.cli import main
 from mtrl.commands.bench import OPTIONS, make_workload
+from mtrl.models.families import find_family, load_encoder
+from mtrl.models.random_model import draw_model
+from mtrl.types import VISION_POOL
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 QWEN3_5 = json.loads((RESULTS / "step_qwen3_5.json").read_text())["qwen3.5-4b"]
@@ -64,6 +69,7 @@ class Model(torch.nn.Module):
         super().__init__()
         self.language = torch.nn.Linear(10, 1, bias=False)
         self.model = torch.nn.ModuleDict({"visual": torch.nn.Linear(9, 9)})
+        self.config = AutoConfig.for_model("qwen2_5_vl")
 
 
 @pytest.mark.parametrize(("device", "gpu"), [("cpu", "NVIDIA H200"), ("cuda", "NVIDIA H200"), ("cuda", "Other GPU")])
@@ -127,6 +133,22 @@ def test_the_table_of_a_gpu(gpu, words):
 def test_a_picture_is_the_next_square(size, asked, side):
     assert SHAPES[size].image_side(asked) == side
     assert SHAPES[size].image_tokens(side) >= asked > SHAPES[size].image_tokens(side - SHAPES[size].token_pixels)
+
+
+@pytest.mark.parametrize(("size", "side"), [("gemma3-4b", 896), ("internvl-2b", 448)])
+def test_pictures_of_a_tower_that_reads_one_size(size, side, tmp_path):
+    """Files as of a published checkpoint; a prompt has as many tokens as the shape says."""
+    shape, encoder = SHAPES[size], load_encoder(write_files(tmp_path, size))
+    assert shape.image_side(1) == shape.image_side(576) == side and shape.image_tokens(side) == 256
+    for text, image in random_questions(encoder, 3, [side], 66):
+        prompt = encode_question(encoder, 0, text, image)
+        assert len(prompt.ids) == 256 + 66 and int((prompt.token_pool == VISION_POOL).sum()) == 256
+    model = draw_model(tmp_path, "meta", "bf16", 0)
+    vision = sum(weight.numel() for name, weight in model.named_parameters() if measure.find_vision(model)(name))
+    language = find_family(model.config).find_language_model(model)
+    assert vision + sum(weight.numel() for weight in language.parameters()) == sum(
+        weight.numel() for weight in model.parameters()
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ import torch
 from decode_helpers import engine, same, stopping_encoder
 from tiny_models import fresh_backbone, prompts_for, shared_backbone
 
+from mtrl.models.tiny_families.gemma import WINDOW
 from mtrl.rollout.decode.engine import explain_local_engine
-from mtrl.rollout.decode.explain import explain_not_chosen, explain_unsupported
+from mtrl.rollout.decode.explain import explain_unsupported
 from mtrl.rollout.decode.step import triton_ops
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
-from mtrl.models.tiny_families.gemma import WINDOW
 
 FAMILIES = ["gemma3", "gemma3_text", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"]
 SAMPLED = Sampling(n=3, max_new_tokens=WINDOW + 4)
@@ -68,13 +68,10 @@ def test_interpreted_kernels_give_the_tokens_of_the_plain_engine(family):
     same(*generate(family, replace(SAMPLED, n=2, max_new_tokens=4), prompts_for(family)[1:3], ops=triton_ops()))
 
 
-def test_it_is_not_chosen_before_it_has_run_on_a_gpu(family):
-    """Remove a family here when its kinds are in VERIFIED_ON_CUDA."""
+def test_the_local_engine_decodes_it_on_a_gpu(family):
     backbone = shared_backbone(family)
-    given = backbone.language_model, backbone.model.get_output_embeddings()
-    assert explain_unsupported(*given) is None
-    assert explain_not_chosen(*given).startswith("not run on a GPU yet: ")
-    assert backbone.device.type == "cpu" or explain_local_engine(backbone) == explain_not_chosen(*given)
+    assert explain_unsupported(backbone.language_model, backbone.model.get_output_embeddings()) is None
+    assert explain_local_engine(backbone) == (None if backbone.device.type == "cuda" else "no CUDA device")
 
 
 REFUSED = [

@@ -14,9 +14,9 @@ from mtrl.compose.policy import build_encoder
 from mtrl.config import ConfigError, load_config
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder
+from mtrl.models.tiny_families.gemma import SIDE, TOKENS
 from mtrl.types import NO_POOL, VISION_POOL, Medium, Task
 from pretraining.tiny_checkpoints import make_tiny_checkpoint
-from mtrl.models.tiny_families.gemma import SIDE, TOKENS
 
 IMAGE = {"type": "image"}
 

@@ -16,9 +16,9 @@ from mtrl.config import ConfigError, load_config
 from mtrl.models.families import load_encoder
 from mtrl.models.families.gemma4 import BUDGETS, Gemma4Family
 from mtrl.models.processors import load_processor, process_prompt
+from mtrl.models.tiny_families.gemma4 import BUDGET, MARKS, PATCH, POOL
 from mtrl.types import NO_POOL, VISION_POOL, Medium, Task
 from pretraining.tiny_checkpoints import make_tiny_checkpoint
-from mtrl.models.tiny_families.gemma4 import BUDGET, MARKS, PATCH, POOL
 
 IMAGE, SIDE = {"type": "image"}, PATCH * POOL
 

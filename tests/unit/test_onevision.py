@@ -13,10 +13,10 @@ from mtrl.models.families import load_encoder, load_model_config
 from mtrl.models.families.onevision import OnevisionEncoder
 from mtrl.models.load_model import load_model
 from mtrl.models.processors import load_processor, process_prompt
+from mtrl.models.tiny_families.onevision import PATCH, PINPOINTS, SIDE
 from mtrl.tracking.record import image_grid
 from mtrl.types import VISION_POOL, Medium, Task
 from pretraining.tiny_checkpoints import make_tiny_checkpoint
-from mtrl.models.tiny_families.onevision import PATCH, PINPOINTS, SIDE
 
 SEEN = SIDE // PATCH  # tokens of a side of a tile
 

@@ -1,5 +1,5 @@
-"""What checkpoints made here have of each family besides the layers of Qwen: special tokens and chat format, parts of the
-configuration, settings of the images."""
+"""What checkpoints made here have of each family besides the layers of Qwen: special tokens and chat format, parts of
+the configuration, settings of the images."""
 
 from __future__ import annotations
 

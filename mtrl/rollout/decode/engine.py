@@ -19,7 +19,7 @@ from mtrl.models.routing import ExpertRecorder
 from mtrl.protocols import PromptEncoder
 from mtrl.rollout.decode.arena import round_up
 from mtrl.rollout.decode.buffers import Buffers, Mode, RecurrentStates, Room
-from mtrl.rollout.decode.explain import explain_not_chosen
+from mtrl.rollout.decode.explain import explain_unsupported
 from mtrl.rollout.decode.fused_weights import DecodeWeights
 from mtrl.rollout.decode.row_queue import EndedRows, Poll, RowQueue
 from mtrl.rollout.decode.step import Ops, Step, triton_ops
@@ -43,7 +43,7 @@ def explain_local_engine(backbone: Backbone) -> str | None:
         triton_ops()
     except ImportError:
         return "Triton is not installed (pip install triton)"
-    return explain_not_chosen(backbone.language_model, backbone.model.get_output_embeddings())
+    return explain_unsupported(backbone.language_model, backbone.model.get_output_embeddings())
 
 
 def make_fastest_generator(backbone: Backbone, encoder: PromptEncoder) -> LocalGenerator:

@@ -1,4 +1,4 @@
-"""Why the engine does not decode a model: it would compute it wrongly, or nobody has run such layers on a GPU."""
+"""Why the engine does not decode a model: it would compute it wrongly."""
 
 from __future__ import annotations
 
@@ -11,33 +11,17 @@ from mtrl.models.model_size import head_widths
 from mtrl.rollout.decode.layers import (
     ACTIVATIONS,
     LINEAR,
-    Kind,
     activation_name,
     base_layer,
     has_experts,
     projections,
-    used_kinds,
 )
 
 # By the `model_type` of the language model's config: those whose code in transformers was read and computes what
 # `layers.py` can say, and nothing more. Modules alone do not tell: a factor on the residual is no module.
 READ = ("qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3", "qwen3_vl_text", "llama", "mistral", "gemma3_text",
         "qwen3_5_text", "qwen3_5_moe_text", "qwen3_vl_moe_text")  # fmt: skip
-# Models of other kinds are decoded by the plain engine until tests/gpu/test_decode_cuda.py has passed for them on a
-# GPU; then a kind is added here. `GraphGenerator` itself takes all kinds.
-VERIFIED_ON_CUDA = frozenset({Kind.GROUPED_QUERIES, Kind.BIASES, Kind.HEAD_NORMS, Kind.SILU})
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # their frequencies do not depend on the length
-
-
-def explain_not_chosen(language_model: Any, head: nn.Module) -> str | None:
-    """Why the local engine decodes a model on a GPU, too; None if this one does."""
-    return explain_unsupported(language_model, head) or explain_unverified(language_model)
-
-
-def explain_unverified(language_model: Any) -> str | None:
-    """Which kinds of a supported model's layers nobody has run on a GPU; None if all were."""
-    kinds = sorted(used_kinds(language_model) - VERIFIED_ON_CUDA)
-    return f"not run on a GPU yet: {', '.join(kinds)}" if kinds else None
 
 
 def explain_unsupported(language_model: Any, head: nn.Module) -> str | None:

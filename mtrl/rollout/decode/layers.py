@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -140,24 +139,6 @@ class Shape:
         return {i: layer.mixer for i, layer in enumerate(self.layers) if isinstance(layer.mixer, Recurrence)}
 
 
-class Kind(StrEnum):
-    """What a layer may consist of."""
-
-    GROUPED_QUERIES = "attention of grouped queries"
-    BIASES = "biases of queries, keys and values"
-    HEAD_NORMS = "norms of queries and keys"
-    SILU = "MLPs with silu"
-    GELU = "MLPs with gelu"
-    WINDOWS = "sliding windows"
-    ONE_PLUS_NORMS = "norms that multiply by 1 + weight"
-    NORMS_AFTER = "norms after attention and MLP"
-    SCALED_EMBEDDINGS = "scaled embeddings"
-    RECURRENT = "recurrent layers"
-    GATED_OUTPUTS = "gates of the attention's output"
-    PARTIAL_ROTARY = "rotary positions of a part of each head"
-    EXPERTS = "mixtures of experts"
-
-
 # By the names of transformers: those that the kernels have.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 ONE_PLUS = ("gemma3_text", "qwen3_5_text", "qwen3_5_moe_text")  # models whose norms multiply by 1 + weight
@@ -234,30 +215,6 @@ def has_experts(mlp: Any) -> bool:
 
 def _out_features(linear: Any) -> int:
     return base_layer(linear).out_features
-
-
-def used_kinds(language_model: Any) -> set[Kind]:
-    """All that a supported model consists of."""
-    shape, layers = decoder_shape(language_model), language_model.layers
-    attentions = shape.attentions.values()
-    modules = [layers[i].self_attn for i in shape.attentions]
-    activations = {layer.mlp.activation for layer in shape.layers}
-    used = {
-        Kind.GROUPED_QUERIES: attentions,
-        Kind.BIASES: any(base_layer(each.q_proj).bias is not None for each in modules),
-        Kind.HEAD_NORMS: any(hasattr(each, "q_norm") for each in modules),
-        Kind.SILU: "silu" in activations,
-        Kind.GELU: "gelu_tanh" in activations,
-        Kind.WINDOWS: any(each.window for each in attentions),
-        Kind.ONE_PLUS_NORMS: shape.norm.one_plus,
-        Kind.NORMS_AFTER: any(has_norms_after(each) for each in layers),
-        Kind.SCALED_EMBEDDINGS: hasattr(language_model.embed_tokens, "embed_scale"),
-        Kind.RECURRENT: shape.recurrences,
-        Kind.GATED_OUTPUTS: any(each.gated for each in attentions),
-        Kind.PARTIAL_ROTARY: any(each.rotary < each.head_dim for each in attentions),
-        Kind.EXPERTS: shape.mixtures,
-    }
-    return {kind for kind, is_used in used.items() if is_used}
 
 
 # --------------------------------------------------------------------------------------------------------- projections
