@@ -19,6 +19,7 @@ ROOM_MAY_IMPORT = {
     "memory": {"types", "utils", "protocols", "algorithms", "models", "rollout", "workers"},
     "sandbox": {"utils"},
     "rewards": {"types", "utils", "protocols", "algorithms", "sandbox"},
+    "environments": {"utils", "sandbox", "rewards"},
     "data": {"types", "utils", "protocols"},
     "prepare": {"types", "utils", "data"},
     "tracking": {"types", "utils", "protocols", "algorithms", "report"},
