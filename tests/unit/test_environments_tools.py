@@ -140,7 +140,8 @@ def test_numbers(expression, value):
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("9 ** 9 ** 9", "too large"), ("9.0 ** 9999", "too large"), ("2 ** 4097", "too large"), ("3 ** 4000", "too large"),
+        ("9 ** 9 ** 9", "too large"), ("9.0 ** 9999", "too large"), ("2 ** 4097", "too large"),
+        ("3 ** 4000", "too large"),
         ("exp(1000)", "too large"), ("(2 ** 4000) * (2 ** 4000)", "too large"), ("1e999", "too large"),
         ("(-8) ** 0.5", "root of a negative"),
         ("1 / 0", "division by zero"), ("1 +", "is no arithmetic"), ("", "is no arithmetic"),
