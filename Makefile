@@ -2,12 +2,13 @@
 # make demo       a vision-language model learns by reinforcement, on this machine, in minutes
 # make demo-cluster  the demo on two processes, by Ray
 # make test       the suite: five minutes on two cores
-# make test-lanes what stands apart: test-rewards (functions and their sandbox), test-memory (estimates and out of
-#                 memory), test-runs (whole runs, killed and resumed), test-learn (the reward rises), test-kernels
-#                 (Triton's interpreter), test-families (what each model family does otherwise, and views of images),
-#                 test-extras (loggers, 4-bit models, mtrl compare and mtrl prepare, the study, benchmarks),
-#                 test-cluster (Ray, FSDP2 on CPU ranks), test-browser (the viewer in Chromium), test-notebook
-#                 (examples/tutorial.ipynb in a kernel), test-vllm (its CPU build, in an environment of 3.5 GB)
+# make test-lanes what stands apart: test-rewards (functions and their sandbox), test-environments (tools
+#                 that hang, die and lie), test-memory (estimates and out of memory), test-runs (whole runs, killed and
+#                 resumed), test-learn (the reward rises), test-kernels (Triton's interpreter), test-families (what
+#                 each model family does otherwise, and views of images), test-extras (loggers, 4-bit models,
+#                 mtrl compare and mtrl prepare, the study, benchmarks), test-cluster (Ray, FSDP2 on CPU ranks),
+#                 test-browser (the viewer in Chromium), test-notebook (examples/tutorial.ipynb in a kernel), test-vllm
+#                 (its CPU build, in an environment of 3.5 GB)
 # make test-all   suite with every combination of its products, lanes, slow tests, vLLM in other processes and on ranks,
 #                 and the mutation run
 # make soak       hours: every algorithm switch, kills, mutated input, a thousand steps
@@ -24,9 +25,9 @@ DOCS_INSTALLED := .venv/.installed-docs
 VLLM_BIN := .venv-vllm/bin
 VLLM_INSTALLED := .venv-vllm/.installed
 
-.PHONY: setup browser demo demo-cluster test test-rewards test-memory test-runs test-learn test-kernels test-families \
-	test-extras test-cluster test-browser test-notebook test-lanes setup-vllm test-vllm test-all test-every-combination \
-	test-vllm-slow test-mutation soak lint format reference models speed docs
+.PHONY: setup browser demo demo-cluster test test-rewards test-environments test-memory test-runs test-learn \
+	test-kernels test-families test-extras test-cluster test-browser test-notebook test-lanes setup-vllm test-vllm \
+	test-all test-every-combination test-vllm-slow test-mutation soak lint format reference models speed docs
 
 setup: $(INSTALLED)
 
@@ -54,7 +55,7 @@ FAMILIES := $(wildcard $(foreach name,family_checks mask_rules counterfactual ge
 	tests/conformance/test_views.py tests/invariant/test_live_views.py)
 EXTRA_NAMES := compare prepare loggers quantized eight_bit study step_benchmark
 EXTRAS := $(wildcard $(foreach name,$(EXTRA_NAMES),tests/unit/test_$(name)*.py))
-FOLDERS := rewards memory runs learn cluster browser notebook
+FOLDERS := rewards environments memory runs learn cluster browser notebook
 LANES := $(FOLDERS:%=tests/%) $(KERNELS) $(FAMILIES) $(EXTRAS)
 SKIPPED := tests/gpu tests/soak
 
@@ -75,8 +76,8 @@ test-browser: browser
 $(FOLDERS:%=test-%): test-%: setup
 	$(PYTEST) tests/$*
 
-test-lanes: test-rewards test-memory test-runs test-learn test-kernels test-families test-extras test-cluster \
-	test-browser test-notebook test-vllm
+test-lanes: test-rewards test-environments test-memory test-runs test-learn test-kernels test-families test-extras \
+	test-cluster test-browser test-notebook test-vllm
 
 # Chromium is installed if we may; without it the tests of the viewer are skipped.
 browser:

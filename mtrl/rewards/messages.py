@@ -1,4 +1,4 @@
-"""Messages between a sandbox and its workers: a frame with the job's number and a length, then that many bytes.
+"""Messages between a sandbox and its workers, each in a frame (`mtrl/sandbox/frames.py`).
 
 Messages to a worker are pickles. Messages from a worker are JSON, so nothing in them is ever run; a message that is not
 exactly the outcome of a pending sample is rejected. Imports nothing heavy.
@@ -7,41 +7,20 @@ exactly the outcome of a pending sample is rejected. Imports nothing heavy.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, BinaryIO
+from typing import Any
 
-from mtrl.rewards.outcomes import LARGEST, TOKEN_WEIGHTS, Outcome, check_extras, sanitize_tail
+from mtrl.rewards.outcomes import LARGEST, TOKEN_WEIGHTS, Outcome, check_extras
 from mtrl.rewards.signatures import Traits
+from mtrl.sandbox.frames import INVALID, WorkerLost
+from mtrl.sandbox.plain_text import sanitize_tail
 
-FRAME = struct.Struct("!QQ")  # number of the job, bytes that follow
-PROGRESS = struct.Struct("qq")  # the worker's job and current sample, in memory shared with the trainer
-MAX_MESSAGE_BYTES = 8 << 20  # one message from a worker
 MAX_OUTCOME_BYTES = 4 << 20  # one response: token weights of 200,000 tokens
 FLUSH_BYTES = 1 << 20  # a worker sends its outcomes when they reach this size
-INVALID = "its process sent an invalid message"
-
-
-class WorkerLost(Exception):
-    """The worker died, took too long or sent an invalid message, and must be replaced."""
 
 
 # ---------------------------------------------------------------------------------------------------- in the worker
-def read_frame(stream: BinaryIO) -> tuple[int, bytes] | None:
-    """Return the next job and its message, or None at the end of the stream."""
-    frame = stream.read(FRAME.size)
-    if len(frame) < FRAME.size:
-        return None
-    job, length = FRAME.unpack(frame)
-    message = stream.read(length)
-    return (job, message) if len(message) == length else None
-
-
-def make_frame(job: int, message: bytes) -> bytes:
-    return FRAME.pack(job, len(message)) + message
-
-
 def encode_outcome(index: int | None, outcome: Outcome) -> str:
     """Encode the outcome of one sample; an index of None stands for all samples of the job."""
     if outcome.value is not None and not outcome.extras:  # the usual case, several times as fast as `dumps`

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import traceback
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from mtrl.sandbox.plain_text import sanitize_tail
+
 TOTAL_KEYS = ("overall", "score")  # the total in a returned dict: EasyR1's key, verl's key
 LARGEST = 3.4e38  # rewards become 32-bit floats
 TOKEN_WEIGHTS = "token_weights"  # the extra value with token weights (SPEC 2.1)
 MAX_EXTRAS = 100  # extra values of a function, and characters of their names
-MAX_FAILURE = 8_000  # characters of the reason of a failure
-UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 EXPECTED = "a reward function returns a number, None, (number, dict of extra values), or a dict with overall or score"
 
 
@@ -37,16 +36,6 @@ def completed_future(outcome: Outcome) -> Future[Outcome]:
     future: Future[Outcome] = Future()
     future.set_result(outcome)
     return future
-
-
-def sanitize_tail(text: str, limit: int = MAX_FAILURE) -> str:
-    r"""Return the end of a text from a user's function, which is the important part of a traceback. Terminal control
-    characters and surrogates are escaped.
-
-    >>> sanitize_tail("a \x1b[2J b")
-    'a \\x1b[2J b'
-    """
-    return UNPRINTABLE.sub(lambda sign: ascii(sign[0])[1:-1], text[-limit:])[-limit:]
 
 
 def read_outcome(answer: Any, seconds: float = 0.0, logged: Mapping[str, Any] | None = None) -> Outcome:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
-import os
 import pickle
 import queue
 import threading
@@ -18,25 +15,23 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtrl.rewards.image_files import ImageFiles, pack
 from mtrl.rewards.loading import WorkerSetup, reward_name
-from mtrl.rewards.messages import WorkerLost, read_outcomes, read_start
-from mtrl.rewards.outcomes import Outcome, sanitize_tail
+from mtrl.rewards.messages import read_outcomes, read_start
+from mtrl.rewards.outcomes import Outcome
 from mtrl.rewards.signatures import Sample, Traits, UserReward
-from mtrl.rewards.worker_process import END_SECONDS, WorkerProcess
+from mtrl.sandbox.frames import WorkerLost
+from mtrl.sandbox.image_files import ImageFiles, pack
+from mtrl.sandbox.plain_text import sanitize_tail
+from mtrl.sandbox.worker_process import END_SECONDS, START_SECONDS, WorkerProcess, memory_per_worker, warn_about_strays
 from mtrl.types import Needs
 from mtrl.utils.errors import StartError
 
-START_SECONDS = 120.0  # time limit of loading a function: a reward file may import a large library
-MIN_MEMORY_LIMIT = 8 << 30  # bytes per worker, whatever the machine has: libraries reserve more than they use
 ASYNC_GRACE = 2.0  # seconds for a worker to stop an async call itself, before it is killed
 MAX_LOST_WORKERS = 10  # in a row; then the other responses of the step fail at once, or it could take hours
 ROWS_PER_MESSAGE = 128  # to a worker, at most
 ROWS_PER_BATCH = 64  # per call of a batch function, or one group if that is larger
 PROVIDED_SIGNALS = Needs("old_logprobs", "entropy")  # always provided on request; others if something else needs them
 IMAGES = ImageFiles()  # shared by all functions, which read the same images
-
-logger = logging.getLogger(__name__)
 
 
 def split_calls(traits: Traits, group: Sequence[int], workers: int) -> list[list[int]]:
@@ -62,19 +57,6 @@ def shrinking_batches(rows: int, workers: int, max_size: int) -> Iterator[list[i
         size = min(max_size, math.ceil((rows - done) / (2 * workers)))
         yield list(range(done, done + size))
         done += size
-
-
-def memory_per_worker(workers: int) -> int:
-    """Return the memory limit of each worker in bytes: together half of the machine, so that a mistake cannot bring it
-    down."""
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(MIN_MEMORY_LIMIT, machine // (2 * workers))
-
-
-@functools.cache
-def warn_about_strays() -> None:
-    logger.warning("this system does not let us end processes that a reward function moves to a new session "
-                   "(setsid): they may outlive the run (this is logged once)")  # fmt: skip
 
 
 @dataclass
@@ -114,7 +96,7 @@ class WorkerPool:
 
     def start(self, seconds: float = START_SECONDS) -> WorkerProcess:
         setup = pickle.dumps(self.setup)
-        worker = WorkerProcess(IMAGES.directory.name)
+        worker = WorkerProcess(IMAGES.directory.name, "mtrl.rewards.worker_main")
         self.alive.add(worker)
         try:
             worker.send(setup, seconds)

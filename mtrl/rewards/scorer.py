@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.rewards import combine, scheduled_weights
-from mtrl.rewards.outcomes import MAX_EXTRAS, TOKEN_WEIGHTS, Outcome, completed_future, logged_number, sanitize_tail
+from mtrl.rewards.outcomes import MAX_EXTRAS, TOKEN_WEIGHTS, Outcome, completed_future, logged_number
 from mtrl.rewards.samples import make_samples, signal_lists
+from mtrl.sandbox.plain_text import sanitize_tail
 from mtrl.types import Needs, Rewards, Rollouts, Signals
 from mtrl.utils.errors import RunError
 

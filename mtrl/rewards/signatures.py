@@ -23,7 +23,9 @@ from dataclasses import dataclass, field
 from types import CodeType, SimpleNamespace
 from typing import Any, Literal
 
-from mtrl.rewards.outcomes import Outcome, read_outcome, sanitize_tail
+from mtrl.rewards.outcomes import Outcome, read_outcome
+from mtrl.sandbox.plain_text import sanitize_tail
+from mtrl.sandbox.worker_start import exit_if_forked
 
 Sample = Mapping[str, Any]
 Signature = Literal["mtrl", "trl", "easyr1", "easyr1_batch", "verl"]
@@ -265,18 +267,6 @@ def user_traceback(error: BaseException) -> str:
             theirs = frame.tb_next
         frame = frame.tb_next
     return sanitize_tail("".join(traceback.format_exception(type(error), error, theirs)))
-
-
-def exit_if_forked(owner: int, error: BaseException | None = None) -> None:
-    """Exit as Python would in a child that the function forked, which must not become a second worker."""
-    if os.getpid() == owner:
-        return
-    if error is not None and not isinstance(error, SystemExit):
-        traceback.print_exception(type(error), error, error.__traceback__)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    status = error.code if isinstance(error, SystemExit) else int(error is not None)
-    os._exit(status if isinstance(status, int) else int(status is not None))
 
 
 def check_rewards(value: Any, count: int) -> Sequence[Any]:

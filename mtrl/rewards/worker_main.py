@@ -1,8 +1,5 @@
 """A reward worker process: loads one user function and calls it until its socket closes. Imports nothing heavy.
 
-Its arguments are two file descriptors, of a socket and of the shared progress, the parent's process id, and a directory
-that must not outlive the parent; `worker_process.py` starts it.
-
 It receives a `WorkerSetup` and sends the function's traits, or why it cannot be loaded. Then it receives lists of
 samples and sends outcomes as they are done (`messages.py`).
 """
@@ -12,43 +9,20 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
-import resource
 import socket
-import sys
 import time
 import traceback
 
 from mtrl.rewards.loading import WorkerSetup, load_reward
-from mtrl.rewards.messages import (
-    FLUSH_BYTES,
-    PROGRESS,
-    encode_outcome,
-    encode_outcomes,
-    encode_start,
-    make_frame,
-    read_frame,
-)
-from mtrl.rewards.outcomes import Outcome, sanitize_tail
+from mtrl.rewards.messages import FLUSH_BYTES, encode_outcome, encode_outcomes, encode_start
+from mtrl.rewards.outcomes import Outcome
 from mtrl.rewards.signatures import UserReward
-from mtrl.rewards.supervisor import fork_worker
+from mtrl.sandbox.frames import PROGRESS, make_frame, read_frame
+from mtrl.sandbox.plain_text import sanitize_tail
+from mtrl.sandbox.worker_start import start_worker
 from mtrl.utils.plugins import PluginError
 
 FLUSH_SECONDS = 0.02  # between two messages; at most this much work is repeated if the process dies
-
-
-def limit_memory(size: int) -> None:
-    """Limit the memory of this process and of its children, so that an excess is a MemoryError here and does not take
-    the machine's memory."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    allowed = [size] + [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_DATA, (min(allowed), hard))
-
-
-def allow_open_files() -> None:
-    """Raise the limit of open files to the system's maximum: an image is an open file until its pixels are read, and a
-    message may contain thousands."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class OutcomeSender:
@@ -88,24 +62,16 @@ def load(setup: WorkerSetup) -> tuple[UserReward | None, str]:
 
 
 def main() -> None:
-    socket_fd, progress_fd, parent = map(int, sys.argv[1:4])
-    contained = fork_worker(parent, sys.argv[4], (socket_fd, progress_fd))
-    for descriptor in (socket_fd, progress_fd):
-        os.set_inheritable(descriptor, False)  # not for processes that a function starts
-    connection = socket.socket(fileno=socket_fd)
-    stream = connection.makefile("rb")
-    first = read_frame(stream)
-    if first is None:
+    worker = start_worker()
+    if worker is None:
         return
-    setup: WorkerSetup = pickle.loads(first[1])
-    limit_memory(setup.memory_bytes)
-    allow_open_files()
-    reward, error = load(setup)
-    connection.sendall(make_frame(0, encode_start(reward.traits if reward else None, error, contained)))
+    reward, error = load(worker.setup)
+    traits = reward.traits if reward else None
+    worker.connection.sendall(make_frame(0, encode_start(traits, error, worker.contained)))
     if reward is None:
         return
-    sender = OutcomeSender(connection, progress_fd, at_once=reward.traits.concurrent)
-    while frame := read_frame(stream):
+    sender = OutcomeSender(worker.connection, worker.progress_fd, at_once=reward.traits.concurrent)
+    while frame := read_frame(worker.stream):
         sender.job, message = frame
         try:
             samples = [pickle.loads(sample) for sample in pickle.loads(message)]

@@ -9,16 +9,11 @@ from reward_helpers import rows
 from mtrl.compose.reward_scorer import build_scorer
 from mtrl.config import load_config
 from mtrl.rewards import sandbox as sandboxes
-from mtrl.rewards.messages import (
-    MAX_MESSAGE_BYTES,
-    MAX_OUTCOME_BYTES,
-    WorkerLost,
-    encode_outcome,
-    read_outcomes,
-    read_start,
-)
-from mtrl.rewards.outcomes import MAX_EXTRAS, MAX_FAILURE, Outcome, read_outcome, sanitize_tail
+from mtrl.rewards.messages import MAX_OUTCOME_BYTES, encode_outcome, read_outcomes, read_start
+from mtrl.rewards.outcomes import MAX_EXTRAS, Outcome, read_outcome
 from mtrl.rewards.sandbox import RewardJob, Sandbox
+from mtrl.sandbox.frames import MAX_MESSAGE_BYTES, WorkerLost
+from mtrl.sandbox.plain_text import MAX_FAILURE, sanitize_tail
 
 LINE_OF_ITS_OWN = '''
 import gc, json, os, pickle, socket, stat, struct, time

@@ -7,13 +7,13 @@ import tempfile
 
 import pytest
 
-from mtrl.rewards.image_files import ImageFiles
-from mtrl.rewards.scratch import PREFIX
+from mtrl.sandbox.image_files import ImageFiles
+from mtrl.sandbox.scratch import PREFIX
 
 OWNER = """
 import sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from mtrl.rewards.scratch import ScratchDirectory
+from mtrl.sandbox.scratch import ScratchDirectory
 scratch = ScratchDirectory()
 open(scratch.name + "/0.ppm", "w").close()
 print(scratch.name, flush=True)

@@ -16,7 +16,7 @@ from mtrl.compose.reward_scorer import build_scorer
 from mtrl.config import load_config
 from mtrl.rewards import sandbox as sandboxes
 from mtrl.rewards.sandbox import Sandbox
-from mtrl.rewards.worker_process import WorkerProcess
+from mtrl.sandbox.worker_process import WorkerProcess
 
 
 def test_many_calls_travel_in_few_messages(tmp_path, monkeypatch):

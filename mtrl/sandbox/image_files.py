@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from mtrl.rewards.scratch import ScratchDirectory
+from mtrl.sandbox.scratch import ScratchDirectory
 
 if TYPE_CHECKING:  # a worker imports this module, but Pillow only for an image
     from PIL import Image

@@ -1,6 +1,7 @@
-"""The process between the trainer and a reward worker. It ends the worker and all its processes when either one ends.
+"""The process between the trainer and a worker with user code. It ends the worker and all its processes when either
+one ends.
 
-A function may hold the interpreter for hours, and its processes may move to a new session. The supervisor runs no user
+User code may hold the interpreter for hours, and its processes may move to a new session. The supervisor runs no user
 code, so it always notices; on Linux it is the "subreaper" of its descendants, so that orphans become its children.
 Imports nothing heavy.
 """

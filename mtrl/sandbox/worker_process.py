@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 import mmap
 import os
@@ -12,16 +14,34 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 
-from mtrl.rewards.messages import FRAME, INVALID, MAX_MESSAGE_BYTES, PROGRESS, WorkerLost, make_frame
-from mtrl.rewards.outcomes import sanitize_tail
+from mtrl.sandbox.frames import FRAME, INVALID, MAX_MESSAGE_BYTES, PROGRESS, WorkerLost, make_frame
+from mtrl.sandbox.plain_text import sanitize_tail
 
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 120.0  # time limit of loading user code: its file may import a large library
+MIN_MEMORY_LIMIT = 8 << 30  # bytes per worker, whatever the machine has: libraries reserve more than they use
 END_SECONDS = 5.0  # how long a process may outlive the end of its pipe
 MAX_OUTPUT_BYTES = 4_000
 MAX_POLL_SECONDS = 3600.0  # the system's own limit is 2,147,483
 # The current directory comes last in sys.path, or a random.py there would hide Python's.
-START = "import sys; sys.path.sort(key=lambda path: path == ''); from mtrl.rewards.worker_main import main; main()"
+START = "import sys; sys.path.sort(key=lambda path: path == ''); from {} import main; main()"
+
+
+def memory_per_worker(workers: int) -> int:
+    """Return the memory limit of each worker in bytes: together half of the machine, so that a mistake cannot bring it
+    down."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(MIN_MEMORY_LIMIT, machine // (2 * workers))
+
+
+@functools.cache
+def warn_about_strays() -> None:
+    logger.warning("this system does not let us end processes that user code moves to a new session (setsid): they "
+                   "may outlive the run (this is logged once)")  # fmt: skip
 
 
 class WorkerProcess:
@@ -31,7 +51,14 @@ class WorkerProcess:
     nor block. The worker has its own session, so that Ctrl-C reaches only the trainer.
     """
 
-    def __init__(self, scratch: str) -> None:
+    def __init__(
+        self,
+        scratch: str,
+        main: str,  # the module whose `main` it runs
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        variables: Mapping[str, str] | None = None,  # of its environment
+    ) -> None:
+        self._max_message_bytes = max_message_bytes
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         read_fd, write_fd = os.pipe()
@@ -42,20 +69,22 @@ class WorkerProcess:
         descriptors = [theirs.fileno(), self._progress.fileno()]
         with theirs, open(write_fd, "wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", START, *map(str, descriptors), str(os.getpid()), scratch],
+                [sys.executable, "-u", "-c", START.format(main), *map(str, descriptors), str(os.getpid()), scratch],
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                env=None if variables is None else os.environ | variables,
             )
         self._job, self._received, self._output = -1, bytearray(), b""
         self._poll = select.poll()
         self._poll.register(self._pipe, select.POLLIN)
 
-    def send(self, message: bytes, seconds: float) -> None:
-        """Begin a job; the first is the setup. Raise WorkerLost if the worker does not take it within this time."""
-        self._job += 1
+    def send(self, message: bytes, seconds: float, same_job: bool = False) -> None:
+        """Begin a job, or add to the current one; the first is the setup. Raise WorkerLost if the worker does not take
+        it within this time."""
+        self._job += not same_job
         left, deadline = memoryview(make_frame(self._job, message)), time.monotonic() + seconds
         while left:
             self._wait(select.POLLOUT, deadline, f"did not take its samples within {seconds:g} s")
@@ -68,9 +97,16 @@ class WorkerProcess:
     def receive(self, seconds: float, late: str | None = None) -> bytes:
         """Return the next message of the job. Raise WorkerLost, with the reason `late` if it is not complete within
         this time."""
+        message = self.receive_or_wake(seconds, None, late)
+        assert message is not None, "only a descriptor ends the wait before"
+        return message
+
+    def receive_or_wake(self, seconds: float, wake: int | None, late: str | None = None) -> bytes | None:
+        """The same, but return None as soon as the descriptor `wake` can be read."""
         deadline = time.monotonic() + seconds
         while (message := self._pop_message()) is None:
-            self._wait(select.POLLIN, deadline, late or f"took longer than {seconds:g} s")
+            if not self._wait(select.POLLIN, deadline, late or f"took longer than {seconds:g} s", wake):
+                return None
             with suppress(BlockingIOError):
                 try:
                     received = self._socket.recv(1 << 16)
@@ -115,7 +151,7 @@ class WorkerProcess:
         if len(self._received) < FRAME.size:
             return None
         job, length = FRAME.unpack_from(self._received)
-        if job != self._job or length > MAX_MESSAGE_BYTES:
+        if job != self._job or length > self._max_message_bytes:
             raise WorkerLost(INVALID)
         end = FRAME.size + length
         if len(self._received) < end:
@@ -124,16 +160,28 @@ class WorkerProcess:
         del self._received[:end]
         return message
 
-    def _wait(self, event: int, deadline: float, late: str) -> None:
-        """Wait until the socket is ready, and read the worker's output meanwhile, which would otherwise block it."""
+    def _wait(self, event: int, deadline: float, late: str, wake: int | None = None) -> bool:
+        """Wait until the socket is ready, and read the worker's output meanwhile, which would otherwise block it.
+        Return False if the descriptor `wake` is ready instead."""
         self._poll.register(self._socket, event)
+        if wake is not None:
+            self._poll.register(wake, select.POLLIN)
+        try:
+            return self._poll_socket(deadline, late, wake)
+        finally:
+            if wake is not None:
+                self._poll.unregister(wake)
+
+    def _poll_socket(self, deadline: float, late: str, wake: int | None) -> bool:
         while True:
             left = deadline - time.monotonic()
             ready = dict(self._poll.poll(math.ceil(1000 * min(max(0.0, left), MAX_POLL_SECONDS))))
             if ready:
                 self._read_output()
             if self._socket.fileno() in ready:
-                return
+                return True
+            if wake in ready:
+                return False
             if left <= 0:
                 raise WorkerLost(late)
 
