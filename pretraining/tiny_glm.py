@@ -28,7 +28,7 @@ def add_tokens(tokenizer: Any) -> None:
     tokenizer.chat_template = TEMPLATE
 
 
-READ_BY_VLLM = {"attention_bias": True, "use_qk_norm": False}  # as published; transformers has no use for them
+READ_BY_VLLM = {"attention_bias": True, "use_qk_norm": False}  # transformers does not read them
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
 
 

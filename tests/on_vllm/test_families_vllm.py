@@ -92,12 +92,12 @@ def test_another_image_makes_the_difference(family):
 
 @pytest.mark.parametrize("family", slow_but(VISION, *QUICK_VISION), indirect=True)
 def test_limits_of_pixels_reach_the_engine(family, read, monkeypatch):
-    host, usual = in_process(family), prompts_of(family)
+    host = in_process(family)
     most = int(get_encoder(family).image_settings.max_pixels // 2.5)
     encoder = load_encoder(checkpoint(family), max_pixels=20 * 28**2 if family == "glm4v" else most)
     monkeypatch.setattr(host, "image_arguments", encoder.engine_image_arguments())
     seen, prompts = read(host), [large_prompt(encoder), *prompts_of(family, encoder)]
-    assert len(prompts[0].ids) < len(large_prompt(get_encoder(family)).ids) and len(usual) + 1 == len(prompts)
+    assert len(prompts[0].ids) < len(large_prompt(get_encoder(family)).ids)
     rollouts = engine_on(host, family, encoder).generate(prompts, Sampling(n=2, max_new_tokens=8))
     assert seen == [prompt.ids.tolist() for prompt in prompts]
     assert gap(family, rollouts, encoder=encoder) < TOLERANCE
