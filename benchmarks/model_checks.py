@@ -41,12 +41,15 @@ class Facts:
     traps: str
 
 
-ALL_ENGINES = "the plain engine, CUDA graphs ([generation.md](generation.md)), vLLM ([vllm_parity.md](vllm_parity.md))"
 UNRUN_GRAPHS = (
     "the plain engine. CUDA graphs take it, but have not run on a GPU and are not chosen "
     "([generation.md](generation.md#kinds-of-layers))"
 )
-GEMMA_ENGINE = f"{UNRUN_GRAPHS}. vLLM was not tried and is refused"
+GRAPHS = "the plain engine, CUDA graphs ([generation.md](generation.md))"
+ALL_ENGINES = f"{GRAPHS}, vLLM ([vllm_parity.md](vllm_parity.md))"
+OTHERS = "vLLM ([vllm.md](vllm.md#other-families))"
+TEXT_ENGINES = f"{GRAPHS}, {OTHERS}"
+NO_VLLM = "vLLM is refused ([vllm.md](vllm.md#refused-families))"
 QWEN35_ENGINE = f"{UNRUN_GRAPHS}. vLLM: [vllm.md](vllm.md#qwen35)"
 TILES = (
     "the tower reads tiles and a small copy of the image. Perturbations act on the image at the size of all tiles, and "
@@ -87,32 +90,29 @@ FACTS = {
     ),
     "qwen3_vl_moe": Facts(
         "Qwen3-VL with experts",
-        f"{UNRUN_GRAPHS}. vLLM was not tried",
+        f"{UNRUN_GRAPHS}. {NO_VLLM}",
         "as Qwen3-VL, and of the experts what is said of Qwen3.5's.",
     ),
     "internvl": Facts(
         "InternVL 3 and 3.5 (-hf)",
-        "the plain engine, CUDA graphs (they take Qwen2 and Qwen3, its language models; not run on a GPU). vLLM was "
-        "not tried and is refused",
+        f"the plain engine, CUDA graphs (they take Qwen2 and Qwen3, its language models; not run on a GPU), {OTHERS}",
         f"{TILES} Their number is transformers', from the shape of the image. {SOURCES}",
     ),
     "idefics3": Facts(
         "Idefics3",
-        "the plain engine, CUDA graphs (they take Llama, its language model; not run on a GPU). vLLM was not tried and "
-        "is refused",
+        f"the plain engine, CUDA graphs (they take Llama, its language model; not run on a GPU), {OTHERS}",
         f"{TILES} The settings' `size` must be a multiple of the tile. transformers enlarges an image twice, to this "
         f"size and to whole tiles; here it is resized once. {SOURCES}",
     ),
     "smolvlm": Facts(
         "SmolVLM",
-        "as Idefics3",
+        "as Idefics3; vLLM needs num2words",
         "as Idefics3. Tiles whose values are all 0 are padding for transformers, which drops them; here none is "
         "dropped. The processor of SmolVLM2 needs num2words; that of SmolVLM, which was compared, is Idefics3's.",
     ),
     "llava_onevision": Facts(
         "LLaVA-OneVision (-hf)",
-        "the plain engine, CUDA graphs (they take Qwen2, its language model; not run on a GPU). vLLM was not tried and "
-        "is refused",
+        f"the plain engine, CUDA graphs (they take Qwen2, its language model; not run on a GPU), {OTHERS}",
         "the tower reads a small copy of the image, then its tiles. An image is resized to fit into the best of the "
         "canvases in `image_grid_pinpoints`; how many tokens it has depends on its shape, since padding is left out, "
         "and more than about nine tiles of them are interpolated. Perturbations act on the image at this size, and the "
@@ -127,13 +127,13 @@ FACTS = {
     ),
     "glm4v": Facts(
         "GLM-4.1V",
-        "the plain engine. The CUDA graph engine refuses it. vLLM was not tried and is refused",
+        f"the plain engine, {OTHERS}. The CUDA graph engine refuses it",
         "a checkpoint's limits of pixels count both frames of a patch, so an image has half of them; "
         f"`dataset.max_pixels` counts those of the image. No videos. {SOURCES}",
     ),
     "glm4v_moe": Facts(
         "GLM-4.5V",
-        "as GLM-4.1V",
+        f"the plain engine. The CUDA graph engine refuses it. {NO_VLLM}",
         "as GLM-4.1V, and of the experts what is said of Qwen3.5's. Adapters are added to attention, to the dense "
         "first layers and to shared experts. peft itself takes these names for those of all experts: its "
         "`PeftModel.from_pretrained` loads the adapters of attention alone, with a warning, while `mtrl` and merged "
@@ -141,7 +141,7 @@ FACTS = {
     ),
     "gemma3": Facts(
         "Gemma 3",
-        GEMMA_ENGINE + ".",
+        f"{UNRUN_GRAPHS}. {NO_VLLM}",
         "most layers see the last tokens only, and the tokens of an image see one another in all layers. Every picture "
         "is resized to one square, whatever its shape, so limits of pixels do not apply; it is resized by a bicubic "
         "filter, by transformers' processor with a bilinear one. The line breaks around an image merge with those of "
@@ -153,8 +153,8 @@ FACTS = {
     ),
     "gemma4": Facts(
         "Gemma 4, as small ones are (E2B, E4B)",
-        "the plain engine. The CUDA graph engine refuses it, vLLM was not tried and is refused. No packed sequences: "
-        "no kernel was tried with heads of 512 numbers.",
+        f"the plain engine. The CUDA graph engine refuses it. {NO_VLLM}. No packed sequences: no kernel was tried with "
+        "heads of 512 numbers.",
         "every image is scaled, up or down, to the most tokens that its shape allows within a budget, the checkpoint's "
         "`max_soft_tokens` or less by `dataset.max_pixels`; limits below 70 tokens do not apply. Every token has an "
         "embedding for every layer (an image has those of padding), and the last layers read the keys and values of "
@@ -166,13 +166,13 @@ FACTS = {
     ),
     "gemma4_bidirectional": Facts(
         "Gemma 4, as large ones are (26B-A4B, 31B)",
-        "as the small ones",
+        f"as the small ones. {NO_VLLM}",
         "as the small ones, without embeddings for every layer and shared keys. Tokens of an image see one another in "
         "layers with a window, not in the others, whose keys are their values. Models with experts are refused.",
     ),
     "gemma3_text": Facts(
         "Gemma 3, text",
-        GEMMA_ENGINE.replace("vLLM was not tried and is refused", "vLLM was not tried") + ".",
+        f"{UNRUN_GRAPHS}. {OTHERS}",
         "as Gemma 3, without images. Models that read in both directions (`use_bidirectional_attention`) are refused.",
     ),
     "qwen2": Facts(
@@ -181,8 +181,8 @@ FACTS = {
         f"prompts are shared for {', '.join(SHARED_PREFIX_TEXT_FAMILIES)}; other text models read a prompt for each "
         "response, and sliding attention is refused in them. Soft-capped or scaled logits are refused.",
     ),
-    "qwen3": Facts("Text models: Qwen3", ALL_ENGINES, "queries and keys are normalized, head by head."),
-    "llama": Facts("Text models: Llama 3, SmolLM2", ALL_ENGINES, "none of its own."),
+    "qwen3": Facts("Text models: Qwen3", TEXT_ENGINES, "queries and keys are normalized, head by head."),
+    "llama": Facts("Text models: Llama 3, SmolLM2", TEXT_ENGINES, "none of its own."),
 }
 
 HEAD = """\
@@ -237,9 +237,12 @@ def format_worst(finding: Finding) -> str:
     return ("0" if finding.worst == 0 else f"{finding.worst:.0e}") + ("" if finding.passed else " FAILED")
 
 
+def find_by_name(name: str) -> ModelFamily:
+    return FAMILIES.get(model_type(name)) or TextFamily(name)
+
+
 def describe_family(name: str) -> str:
-    family: ModelFamily = FAMILIES.get(model_type(name)) or TextFamily(name)
-    facts = FACTS[name]
+    family, facts = find_by_name(name), FACTS[name]
     lines = [
         f"### {facts.title} (`{name}`)\n",
         f"- shared prompts: {'exact' if family.shares_prefix else 'no'}",

@@ -55,7 +55,7 @@ def run_rounds(rounds: int, mode: str = "inprocess", family: str = "qwen2_5_vl")
         arguments = make_llm_arguments(
             str(path), dtype="float32", max_length=512, extra={"kv_cache_memory_bytes": 2**26}
         )
-        images = encoder.image_settings.processor_arguments()
+        images = encoder.engine_image_arguments()
         host = VllmProcess(arguments, images, torch.float32) if mode == "process" else VllmInProcess(arguments, images)
         engine = VllmGenerator(host, encoder, exported_weights(model).keys())
         for number in range(1, rounds + 1):

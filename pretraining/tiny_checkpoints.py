@@ -100,6 +100,8 @@ def make_tiny_checkpoint(
             own.fill_weights(model)
     model.generation_config = make_generation_config(tokenizer)
     model.save_pretrained(directory)
+    if hasattr(own, "publish_names"):
+        own.publish_names(directory)
     return directory
 
 

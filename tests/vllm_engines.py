@@ -23,7 +23,7 @@ import psutil
 import torch
 from tiny_models import TINY_FAMILIES, checkpoint, get_encoder, plain_model
 
-from mtrl.models.families import TextEncoder
+from mtrl.models.families import TextEncoder, find_family
 from mtrl.models.state_dicts import exported_weights
 from mtrl.rollout.vllm.generator import VllmGenerator
 from mtrl.rollout.vllm.inprocess import VllmInProcess
@@ -38,7 +38,7 @@ INSTALLED = find_spec("vllm") is not None
 MAX_LENGTH = 512
 ON_GPU = torch.cuda.is_available()
 QUICK_ON_GPU = {"enforce_eager": True, "enable_sleep_mode": False}  # no graphs; usable without `resident`
-NOT_TRIED = [family for family in TINY_FAMILIES if family.startswith("gemma3")]
+NOT_HERE = [family for family in TINY_FAMILIES if family.startswith("gemma3")]  # on_vllm/test_families_vllm.py
 RECURRENT = [family for family in TINY_FAMILIES if family.startswith("qwen3_5")]  # in bfloat16 alone on a CPU
 _in_process: dict[str, VllmInProcess] = {}
 _tensor_parallel: dict[str, TensorParallelEngine] = {}
@@ -46,8 +46,7 @@ _servers: list[StartedServer] = []
 _changed: set[Host] = set()  # engines whose weights may differ from the checkpoint's
 
 
-def arguments(family: str, parts: int = 1, **extra: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    images = get_encoder(family).image_settings
+def arguments(family: str, parts: int = 1, **extra: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     split = {"tensor_parallel_size": parts, "among_ranks": parts > 1}
     small = {"kv_cache_memory_bytes": 2**26, **(QUICK_ON_GPU if ON_GPU else {}), **extra}
     device = {"on_gpu": ON_GPU, "gpu_memory_utilization": 0.1}
@@ -55,7 +54,7 @@ def arguments(family: str, parts: int = 1, **extra: Any) -> tuple[dict[str, Any]
     kind = {"dtype": "bfloat16" if recurrent else "float32", "recurrent": recurrent}
     return (
         make_llm_arguments(str(checkpoint(family)), max_length=MAX_LENGTH, extra=small, **kind, **split, **device),
-        None if images is None else images.processor_arguments(),
+        get_encoder(family).engine_image_arguments(),
     )
 
 
@@ -245,7 +244,8 @@ def engine_on(
 ) -> VllmGenerator:
     """An engine at version 0, with the weights of the checkpoint."""
     weights = exported_weights(plain_model(family))
-    engine = VllmGenerator(host, encoder or get_encoder(family), weights.keys())
+    names = find_family(plain_model(family).config).vllm_names
+    engine = VllmGenerator(host, encoder or get_encoder(family), weights.keys(), vllm_names=names)
     if host in _changed:
         engine.load(Weights(0, weights))
         _changed.discard(host)

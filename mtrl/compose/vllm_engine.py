@@ -11,7 +11,7 @@ from mtrl.compose import algorithm
 from mtrl.compose.task_source import has_videos
 from mtrl.config import Config, ConfigError
 from mtrl.models.checkpoint_files import base_path, is_adapter
-from mtrl.models.families import TextEncoder, load_model_config
+from mtrl.models.families import TextEncoder, find_family, load_model_config
 from mtrl.models.forward import Forward
 from mtrl.models.recurrent import count_states
 from mtrl.models.routing import has_experts
@@ -60,7 +60,8 @@ def build_vllm_engine(
             limit = f"{value:g} is below the minimum of vLLM; set {LOWEST_TEMPERATURE:g} or more"
             raise ConfigError([f"worker.rollout.{key}: {limit}"])
     host = build_host(config, base_path(path), encoder, dtype, on_gpu, ranked, gets_weights)
-    return VllmGenerator(host, encoder, names, compute_dtype=dtype)
+    family = find_family(load_model_config(path, config.worker.actor.model.trust_remote_code))
+    return VllmGenerator(host, encoder, names, compute_dtype=dtype, vllm_names=family.vllm_names)
 
 
 def build_host(

@@ -27,7 +27,7 @@ from tiny_models import (
     shared_backbone,
 )
 from transformers import DynamicCache
-from vllm_engines import INSTALLED, NOT_TRIED, RECURRENT, child_process, engine_on, in_process, server, tensor_parallel
+from vllm_engines import INSTALLED, NOT_HERE, RECURRENT, child_process, engine_on, in_process, server, tensor_parallel
 
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
@@ -108,8 +108,8 @@ def make_encoder(family):
 def make_engine(engines, name, family, encoder):
     if name in HOSTS and family in RECURRENT:
         pytest.skip("in bfloat16 alone; tests/on_vllm/test_recurrent_vllm.py")
-    if name in HOSTS and family in NOT_TRIED:
-        pytest.skip("not tried in vLLM")
+    if name in HOSTS and family in NOT_HERE:
+        pytest.skip("tests/on_vllm/test_families_vllm.py")
     return engines[name](family, encoder)
 
 

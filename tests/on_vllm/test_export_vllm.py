@@ -34,7 +34,7 @@ def log_probs_of_vllm(folder):
     arguments = make_llm_arguments(
         str(folder), dtype="float32", max_length=MAX_LENGTH, extra={"kv_cache_memory_bytes": 2**26}
     )
-    host = VllmInProcess(arguments, encoder.image_settings.processor_arguments())
+    host = VllmInProcess(arguments, encoder.engine_image_arguments())
     engine = VllmGenerator(host, encoder, exported_weights(load_model(folder)).keys())
     rollouts = engine.generate(make_prompts(QUESTIONS, encoder), Sampling(n=4, max_new_tokens=24))
     engine.close()

@@ -15,7 +15,7 @@ from tiny_models import (
 )
 from vllm_engines import (
     INSTALLED,
-    NOT_TRIED,
+    NOT_HERE,
     RECURRENT,
     child_process,
     count_parameters,
@@ -41,7 +41,7 @@ HOSTS = {"inprocess": in_process, "process": child_process, "server": server, "p
 MODES = [pytest.param(mode, marks=pytest.mark.slow if mode == "parts" else ()) for mode in HOSTS]
 TOLERANCE = 1e-4
 FAMILIES = [
-    family for family in TINY_FAMILIES if family not in (*RECURRENT, *NOT_TRIED)
+    family for family in TINY_FAMILIES if family not in (*RECURRENT, *NOT_HERE)
 ]  # recurrent: test_recurrent_vllm.py
 PLACES = {  # one weight of each part: a piece of its name
     "vision tower": ("visual.blocks.0", "mlp"),

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from benchmarks.model_checks import FACTS, make_page
+from benchmarks.model_checks import FACTS, find_by_name, make_page
 from mtrl.models.check_candidate import Finding
 from mtrl.models.families import FAMILIES
 from mtrl.models.family_checks import CHECKS
@@ -28,3 +28,8 @@ def test_every_family_is_described():
 
 def test_no_check_failed():
     assert "FAILED" not in PAGE.read_text()
+
+
+def test_families_that_vllm_refuses_are_said_to_be():
+    refused = {name for name in CHECKED_FAMILIES if not find_by_name(name).runs_in_vllm}
+    assert {name for name in CHECKED_FAMILIES if "vLLM is refused" in FACTS[name].engines} == refused

@@ -28,13 +28,13 @@ from mtrl.models.checkpoint_files import (
 )
 from mtrl.models.families.gemma3 import Gemma3Family
 from mtrl.models.families.gemma4 import Gemma4Family
-from mtrl.models.families.glm import GlmFamily
+from mtrl.models.families.glm import GlmFamily, GlmMoeFamily
 from mtrl.models.families.idefics import IdeficsFamily
 from mtrl.models.families.internvl import InternVLFamily
 from mtrl.models.families.model_family import ModelFamily as ModelFamily
 from mtrl.models.families.model_family import TextFamily
 from mtrl.models.families.onevision import OnevisionFamily
-from mtrl.models.families.qwen_tower import Qwen35Family
+from mtrl.models.families.qwen_tower import Qwen35Family, QwenVLMoeFamily
 from mtrl.models.families.qwen_tower import QwenVLFamily as QwenVLFamily
 from mtrl.models.families.qwen_vl import QwenVLEncoder as QwenVLEncoder
 from mtrl.models.families.text import TextEncoder as TextEncoder
@@ -50,11 +50,13 @@ from mtrl.utils.plugins import PluginError
 # Vision-language families by the `model_type` of their config.json. Users add their own by `register_family`; text-only
 # models need none.
 FAMILIES: dict[str, ModelFamily] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), QwenVLFamily()),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), QwenVLFamily()),
+    "qwen3_vl_moe": QwenVLMoeFamily(),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), Qwen35Family()),
     "internvl": InternVLFamily(),
     "llava_onevision": OnevisionFamily(),
-    **dict.fromkeys(("glm4v", "glm4v_moe"), GlmFamily()),
+    "glm4v": GlmFamily(),
+    "glm4v_moe": GlmMoeFamily(),
     **dict.fromkeys(("idefics3", "smolvlm"), IdeficsFamily()),
     "gemma3": Gemma3Family(),
     "gemma4": Gemma4Family(),

@@ -101,4 +101,4 @@ class Gemma3Family(ModelFamily):
     sliding_windows = True
     image_blocks = True
     shares_prefix = True
-    runs_in_vllm = False  # it adds line breaks and marks to the tokens of a prompt itself; not tried
+    runs_in_vllm = False  # its CPU build lets tokens of an image see earlier ones alone; not run on a GPU

@@ -74,6 +74,9 @@ class IdeficsEncoder(TiledEncoder):
         longest = math.isqrt(self.image_settings.max_pixels) // self.side * self.side
         return [(shorter, longest) for shorter in range(self.side, longest + 1, self.side)]
 
+    def engine_image_arguments(self) -> dict[str, Any]:
+        return super().engine_image_arguments() | {"size": {"longest_edge": self.sizes()[0][1]}}
+
     def inputs(
         self, prompt: Prompt, media: Sequence[np.ndarray] | None = None, device: torch.device | None = None
     ) -> dict[str, Tensor]:
@@ -121,7 +124,6 @@ class IdeficsFamily(ModelFamily):
     vision_layers = "encoder.layers"
     projector = "model.connector"
     shares_prefix = True
-    runs_in_vllm = False  # not tried
 
     def find_language_model(self, model: Any) -> Any:
         return model.model.text_model

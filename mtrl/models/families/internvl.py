@@ -72,6 +72,10 @@ class InternVLEncoder(TiledEncoder):
         fitting = [each for each in grids if images.min_pixels <= pixels[each] <= images.max_pixels]
         return sorted(fitting, key=math.prod) or [(side, side)]  # limits may lie between two grids
 
+    def engine_image_arguments(self) -> dict[str, Any]:
+        tiles = [math.prod(size) // self.side**2 for size in self.sizes()]
+        return super().engine_image_arguments() | {"min_patches": min(tiles), "max_patches": max(tiles)}
+
     def count_tokens(self, medium: Medium, height: int, width: int) -> int:
         return self.count_image_tokens(height, width) + len(self._around)
 
@@ -89,4 +93,3 @@ class InternVLFamily(ModelFamily):
     vision_layers = "encoder.layer"
     projector = "model.multi_modal_projector"
     shares_prefix = True
-    runs_in_vllm = False  # not tried

@@ -6,9 +6,10 @@ lists the families; docs/extending.md shows how to add one from outside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -89,7 +90,8 @@ class ModelFamily:
     image_blocks: bool = False
     shares_prefix: bool = False
     splits_sequences: bool = False
-    runs_in_vllm: ClassVar[bool] = True  # False: the engine would make other prompts than the trainer
+    runs_in_vllm: ClassVar[bool] = True  # False: tried, and it does not compute what the trainer does
+    vllm_names: ClassVar[Mapping[str, str]] = MappingProxyType({})  # how weights' names begin: here, and in vLLM
 
     def find_language_model(self, model: Any) -> Any:
         return getattr(model.model, "language_model", model.model)

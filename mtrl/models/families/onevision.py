@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -194,4 +195,4 @@ class OnevisionFamily(ModelFamily):
     vision_tower = "model.vision_tower"
     projector = "model.multi_modal_projector"
     shares_prefix = True
-    runs_in_vllm = False  # not tried
+    vllm_names = MappingProxyType({"model.vision_tower.": "model.vision_tower.vision_model."})

@@ -84,6 +84,12 @@ class QwenVLFamily(ModelFamily):
             patches.use_padded_mlps(tower)
 
 
+class QwenVLMoeFamily(QwenVLFamily):
+    """Qwen3-VL with experts. vLLM reads their matrices as published, inputs first; transformers has outputs first."""
+
+    runs_in_vllm = False
+
+
 class Qwen35Family(QwenVLFamily):
     """Qwen3.5, dense and with experts. Three of four layers keep a recurrent state (`models/recurrent.py`), which is
     not split over ranks."""

@@ -50,6 +50,11 @@ class TiledEncoder(VisionEncoder):
         tiles = cut(medium, self.side)
         return np.concatenate(tiles if len(tiles) == 1 else [*tiles, shrink(medium, self.side, self.filter)])
 
+    def engine_image_arguments(self) -> dict[str, Any]:
+        """Pillow makes the small copy, as here: torchvision rounds some of its pixels otherwise. The flag's new name,
+        `backend="pil"`, also asks for a video processor by Pillow, and there is none."""
+        return {"use_fast": False}
+
     def pixels(self, array: np.ndarray, device: torch.device | None) -> Tensor:
         """[tiles, 3, side, side]"""
         column = to_device(torch.tensor(self.visible_part(array)), device)

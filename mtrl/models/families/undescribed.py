@@ -155,7 +155,7 @@ class UndescribedFamily(ModelFamily):
 
     encoder = ProcessorEncoder
     image_encoder = ProcessorImageEncoder
-    runs_in_vllm = False
+    runs_in_vllm = False  # its prompts are made by a Processor that is not described here
 
     def find_language_model(self, model: Any) -> Any:
         return model.get_decoder()

@@ -28,6 +28,7 @@ def add_tokens(tokenizer: Any) -> None:
     tokenizer.chat_template = TEMPLATE
 
 
+READ_BY_VLLM = {"attention_bias": True, "use_qk_norm": False}  # transformers does not read them
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
 
 
@@ -37,7 +38,9 @@ def text_config(family: str, hidden: int, heads: int) -> dict[str, Any]:
     side = pairs // 3
     rope = {"mrope_section": [pairs - 2 * side, side, side], "partial_rotary_factor": 0.5}
     config: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **rope}}
-    return config | EXPERTS | {"moe_intermediate_size": hidden} if family == "glm4v_moe" else config
+    if family == "glm4v":
+        return config | READ_BY_VLLM
+    return config | READ_BY_VLLM | EXPERTS | {"moe_intermediate_size": hidden, "head_dim": hidden // heads}
 
 
 def make_config(tokenizer: Any, text: dict[str, Any], vision_hidden: int, vision_layers: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 
 SIDE, PATCH, MOST_TILES = 60, 14, 4  # pixels of a tile, which are no whole patches, as the published; tiles of a side
@@ -46,6 +47,15 @@ def fill_weights(model: Any) -> None:
     for weight in model.model.vision_tower.encoder.layers.parameters():
         if weight.dim() > 1:
             weight.normal_(std=model.config.text_config.initializer_range)
+
+
+def publish_names(directory: Path) -> None:
+    """The names of published weights, which vLLM reads. transformers has others for the tower since it has no module
+    between; it reads both, and writes those that it has read."""
+    file = directory / "model.safetensors"
+    weights = load_file(file)
+    renamed = {name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in weights.items()}
+    save_file(renamed, file, metadata={"format": "pt"})
 
 
 def write_settings(directory: Path) -> None:

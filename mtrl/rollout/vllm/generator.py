@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from uuid import uuid4
 
 import torch
@@ -13,17 +13,26 @@ from mtrl.rollout.lifecycle import EngineLifecycle
 from mtrl.rollout.local import check_weight_names, explain_non_finite
 from mtrl.rollout.responses import finish_reasons, make_rollouts
 from mtrl.rollout.vllm.requests import Host, Response, make_requests, make_sampling_params
+from mtrl.rollout.vllm.weight_names import RenamedWeights
 from mtrl.types import Prompt, Rollouts, Sampling, Weights
 from mtrl.utils.errors import Diverged, RunError
 
 
 class VllmGenerator(EngineLifecycle):
-    """`names`: all weights of the model, as the actor publishes them."""
+    """`names`: all weights of the model, as the actor publishes them. `vllm_names`: beginnings of those that vLLM
+    calls otherwise (`ModelFamily.vllm_names`)."""
 
     def __init__(
-        self, host: Host, encoder: PromptEncoder, names: Collection[str], *, compute_dtype: torch.dtype = torch.float32
+        self,
+        host: Host,
+        encoder: PromptEncoder,
+        names: Collection[str],
+        *,
+        compute_dtype: torch.dtype = torch.float32,
+        vllm_names: Mapping[str, str] | None = None,
     ) -> None:
         self.host, self.encoder, self.names, self.compute_dtype = host, encoder, frozenset(names), compute_dtype
+        self.vllm_names = vllm_names or {}
         self.version = 0
         self._run = uuid4().hex[:8]  # a server may have weights of another run
         self._label: str | None = None  # names the loaded weights; None: those it started with
@@ -44,7 +53,7 @@ class VllmGenerator(EngineLifecycle):
         check_weight_names(self.names, weights.tensors)
         label = f"{self._run}:{weights.version}"
         self.host.wake(to_load=True)
-        self.host.load(label, weights.tensors)
+        self.host.load(label, RenamedWeights(weights.tensors, self.vllm_names) if self.vllm_names else weights.tensors)
         self.version, self._label = weights.version, label
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:
