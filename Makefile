@@ -108,8 +108,10 @@ test-all: test-vllm test-every-combination test-vllm-slow test-mutation
 test-every-combination: setup browser
 	$(PYTEST) -m "not soak" --every-combination
 
+# Ranks apart: the engines that other files keep take so much memory that Ray would end them.
 test-vllm-slow: setup-vllm
-	$(PYTEST_VLLM) -m slow $(VLLM_TESTS) tests/cluster/test_vllm_ranks.py -k vllm
+	$(PYTEST_VLLM) -m slow $(VLLM_TESTS) -k vllm
+	$(PYTEST_VLLM) -m slow tests/cluster/test_vllm_ranks.py
 
 test-mutation: setup
 	$(BIN)/python tests/mutation.py

@@ -41,16 +41,12 @@ class Facts:
     traps: str
 
 
-UNRUN_GRAPHS = (
-    "the plain engine. CUDA graphs take it, but have not run on a GPU and are not chosen "
-    "([generation.md](generation.md#kinds-of-layers))"
-)
 GRAPHS = "the plain engine, CUDA graphs ([generation.md](generation.md))"
 ALL_ENGINES = f"{GRAPHS}, vLLM ([vllm_parity.md](vllm_parity.md))"
 OTHERS = "vLLM ([vllm.md](vllm.md#other-families))"
 TEXT_ENGINES = f"{GRAPHS}, {OTHERS}"
 NO_VLLM = "vLLM is refused ([vllm.md](vllm.md#refused-families))"
-QWEN35_ENGINE = f"{UNRUN_GRAPHS}. vLLM: [vllm.md](vllm.md#qwen35)"
+QWEN35_ENGINE = f"{GRAPHS}. vLLM: [vllm.md](vllm.md#qwen35)"
 TILES = (
     "the tower reads tiles and a small copy of the image. Perturbations act on the image at the size of all tiles, and "
     "the copy is made from that. The viewer draws maps over tiles and copy, one below the other. No videos."
@@ -90,17 +86,17 @@ FACTS = {
     ),
     "qwen3_vl_moe": Facts(
         "Qwen3-VL with experts",
-        f"{UNRUN_GRAPHS}. {NO_VLLM}",
+        f"{GRAPHS}. {NO_VLLM}",
         "as Qwen3-VL, and of the experts what is said of Qwen3.5's.",
     ),
     "internvl": Facts(
         "InternVL 3 and 3.5 (-hf)",
-        f"the plain engine, CUDA graphs (they take Qwen2 and Qwen3, its language models; not run on a GPU), {OTHERS}",
+        f"{GRAPHS}, {OTHERS}",
         f"{TILES} Their number is transformers', from the shape of the image. {SOURCES}",
     ),
     "idefics3": Facts(
         "Idefics3",
-        f"the plain engine, CUDA graphs (they take Llama, its language model; not run on a GPU), {OTHERS}",
+        f"{GRAPHS}, {OTHERS}",
         f"{TILES} The settings' `size` must be a multiple of the tile. transformers enlarges an image twice, to this "
         f"size and to whole tiles; here it is resized once. {SOURCES}",
     ),
@@ -108,11 +104,13 @@ FACTS = {
         "SmolVLM",
         "as Idefics3; vLLM needs num2words",
         "as Idefics3. Tiles whose values are all 0 are padding for transformers, which drops them; here none is "
-        "dropped. The processor of SmolVLM2 needs num2words; that of SmolVLM, which was compared, is Idefics3's.",
+        "dropped. The processor of SmolVLM2 needs num2words; that of SmolVLM, which was compared, is Idefics3's. A "
+        "tiny one, pretrained on the embedded task, learns it by GRPO, and not from grey squares "
+        "([result](../benchmarks/results/family_learning_smolvlm.json)).",
     ),
     "llava_onevision": Facts(
         "LLaVA-OneVision (-hf)",
-        f"the plain engine, CUDA graphs (they take Qwen2, its language model; not run on a GPU), {OTHERS}",
+        f"the plain engine, CUDA graphs (by its language model, Qwen2; not run on a GPU), {OTHERS}",
         "the tower reads a small copy of the image, then its tiles. An image is resized to fit into the best of the "
         "canvases in `image_grid_pinpoints`; how many tokens it has depends on its shape, since padding is left out, "
         "and more than about nine tiles of them are interpolated. Perturbations act on the image at this size, and the "
@@ -141,7 +139,7 @@ FACTS = {
     ),
     "gemma3": Facts(
         "Gemma 3",
-        f"{UNRUN_GRAPHS}. {NO_VLLM}",
+        f"{GRAPHS}. {NO_VLLM}",
         "most layers see the last tokens only, and the tokens of an image see one another in all layers. Every picture "
         "is resized to one square, whatever its shape, so limits of pixels do not apply; it is resized by a bicubic "
         "filter, by transformers' processor with a bilinear one. The line breaks around an image merge with those of "
@@ -149,7 +147,8 @@ FACTS = {
         "checkpoint's image settings ask for it. It takes no videos. Embeddings are multiplied by the root of the "
         "width, rounded to the dtype of the computation, image features are not. The gradients that differ most are "
         "those of the tower's key biases, which are 0 but for rounding. `mtrl doctor` and the preflight count keys and "
-        "values as if no layer had a window.",
+        "values as if no layer had a window. A tiny one, pretrained on the embedded task, learns it by GRPO; one "
+        "trained on grey squares learns a part of it ([result](../benchmarks/results/family_learning_gemma3.json)).",
     ),
     "gemma4": Facts(
         "Gemma 4, as small ones are (E2B, E4B)",
@@ -172,7 +171,7 @@ FACTS = {
     ),
     "gemma3_text": Facts(
         "Gemma 3, text",
-        f"{UNRUN_GRAPHS}. {OTHERS}",
+        f"{GRAPHS}, {OTHERS}",
         "as Gemma 3, without images. Models that read in both directions (`use_bidirectional_attention`) are refused.",
     ),
     "qwen2": Facts(

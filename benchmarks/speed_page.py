@@ -43,7 +43,11 @@ MEASURED = (
     Measured("step_tprl.json", note="two passes per update"),
     Measured("step_ahead.json", "3b, 8 x 8 x 256"),
     Measured("step_ahead.json", "3b, 32 x 8 x 1,024", note="one step after the first"),
-    Measured("step_qwen3_5.json", "qwen3.5-4b"),
+    Measured("step_precision.json", "bf16", note="one step after the first"),
+    Measured("step_precision.json", "fp32", note="one step after the first"),
+    Measured("step_7b.json", "before", note="one step after the first, at commit c3e6691"),
+    Measured("step_7b.json", "now", note="one step after the first"),
+    Measured("step_qwen3_5.json", "qwen3.5-4b", note="generation by the plain engine"),
     Measured(
         "step_qwen3_5.json",
         f"qwen3.5-4b, {SHARE}=false",
@@ -119,7 +123,7 @@ GPU ([{beside}](../benchmarks/results/{beside})):
 
 def make_page() -> str:
     beside = Measured(BESIDE_TRL).read()
-    notes = [f"{number}) {each.note}." for number, each in number_notes().items()]
+    notes = [f"{number}) {note}." for note, number in number_notes().items()]
     return PAGE.format(
         shapes=describe_shapes(),
         peaks=describe_peaks(),
@@ -146,8 +150,9 @@ def describe_peaks() -> str:
     return textwrap.fill(text, 120, initial_indent="  ", subsequent_indent="  ")
 
 
-def number_notes() -> dict[int, Measured]:
-    return dict(enumerate((each for each in MEASURED if each.note), start=1))
+def number_notes() -> dict[str, int]:
+    notes = dict.fromkeys(each.note for each in MEASURED if each.note)
+    return {note: number for number, note in enumerate(notes, start=1)}
 
 
 def measured_table() -> str:
@@ -161,7 +166,7 @@ def measured_row(measured: Measured) -> list[str]:
     args, summary = result["args"], result["median_of_measured_steps"]
     phases = [summary[name] for name in ("generation", "scoring_and_other_prep", "training", "wall")]
     counts = count_tokens(args["prompts"], args["generations"], result["prompt_len"], args["completion"])
-    numbers = [number for number, each in number_notes().items() if each == measured]
+    numbers = [number_notes()[measured.note]] if measured.note else []
     return [
         f"`{args['size']}`",
         result["hardware"]["gpu"].removeprefix("NVIDIA "),

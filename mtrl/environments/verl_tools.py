@@ -84,15 +84,16 @@ def method_of_function(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: VerlEnvironment, **arguments: Any) -> Any:
         return self._take(function(**arguments))
 
-    method = wait if inspect.iscoroutinefunction(function) else call
+    method: Any = wait if inspect.iscoroutinefunction(function) else call
     receiver = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     signature = inspect.signature(function)
-    method.__signature__ = signature.replace(parameters=[receiver, *signature.parameters.values()])  # type: ignore[attr-defined]
-    return method
+    method.__signature__ = signature.replace(parameters=[receiver, *signature.parameters.values()])
+    made: Callable[..., Any] = method
+    return made
 
 
 def read_schema(tool: Any) -> dict[str, Any]:
-    schema = getattr(tool, "tool_schema", None)
+    schema: Any = getattr(tool, "tool_schema", None)
     if hasattr(schema, "model_dump"):
         schema = schema.model_dump(exclude_unset=True, exclude_none=True)
     if not isinstance(schema, Mapping) or "name" not in schema.get("function", {}):

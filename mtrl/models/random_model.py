@@ -57,7 +57,7 @@ def draw_model(directory: Path, device: str, dtype: str, seed: int) -> Any:
     torch.manual_seed(seed)
     with LOADING, torch.device(device):
         model = find_model_class(config).from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa")
-    own = OWN_PARTS.get(config.model_type)
+    own: Any = OWN_PARTS.get(config.model_type)
     if hasattr(own, "fill_weights"):
         own.fill_weights(model)
     return model
