@@ -161,8 +161,8 @@ def check_undescribed(config: Config) -> None:
 
 def check_vllm_family(config: Config) -> None:
     model = load_model_config(model_path(config), config.worker.actor.model.trust_remote_code)
-    if not find_family(model).runs_in_vllm:
-        reason = f"vLLM is not available for the family {model.model_type!r}; set it to local"
+    if why := find_family(model).explain_no_vllm(model):
+        reason = f"vLLM is not available for the family {model.model_type!r} ({why}); set it to local"
         raise ConfigError([f"worker.rollout.name: {reason}"])
 
 

@@ -1,5 +1,6 @@
 """Prompts and images of GLM-4.1V and GLM-4.5V beside transformers' processor; adapters and routers of the latter."""
 
+import json
 from functools import partial
 
 import numpy as np
@@ -7,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from mtrl.compose.policy import check_vllm_family
+from mtrl.config import ConfigError, load_config
 from mtrl.models.adapters import (
     AdapterSettings,
     MergedWeights,
@@ -117,3 +120,17 @@ def test_the_experts_of_every_layer_but_the_dense_one_are_recorded(mixture):
         model(input_ids=torch.arange(20, 40)[None])
     chosen = recorder.take(1, model.device)
     assert chosen.shape == (1, 20, 2, 2) and set(chosen.unique().tolist()) == {0, 1, 2, 3}
+
+
+def test_vllm_is_refused_where_it_would_leave_out_biases(tmp_path):
+    path = make_tiny_checkpoint(tmp_path, "glm4v")
+    config = load_config(None, [f"worker.actor.model.model_path={path}", "worker.rollout.name=vllm"])
+    check_vllm_family(config)
+    file = path / "config.json"
+    saved = json.loads(file.read_text())
+    assert saved["text_config"].pop("attention_bias")
+    file.write_text(json.dumps(saved))
+    with pytest.raises(
+        ConfigError, match=r"worker\.rollout\.name: .* \(without \"attention_bias\": true in the text_config"
+    ):
+        check_vllm_family(config)

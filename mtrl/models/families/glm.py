@@ -83,6 +83,11 @@ class GlmFamily(ModelFamily):
     position_axes = 3
     shares_prefix = True
 
+    def explain_no_vllm(self, config: Any) -> str | None:
+        if not getattr(config.text_config, "attention_bias", False):  # transformers has these biases without the key
+            return 'without "attention_bias": true in the text_config of its config.json, vLLM leaves out biases'
+        return super().explain_no_vllm(config)
+
 
 class GlmMoeFamily(GlmFamily):
     """GLM-4.5V, with experts."""

@@ -123,6 +123,10 @@ class ModelFamily:
         """The kinds of layers where tokens of an image see one another, from a language model's config."""
         return layer_kinds(config) if self.image_blocks else ()
 
+    def explain_no_vllm(self, config: Any) -> str | None:
+        """Why vLLM would compute something else than the trainer for a model of this config; None if it does not."""
+        return None if self.runs_in_vllm else "docs/vllm.md says what was measured"
+
     def explain_unsupported(self, config: Any) -> list[str]:
         """What else a language model of this config has that would be computed wrongly."""
         return []
