@@ -141,6 +141,14 @@ def load_in_one_thread() -> None:
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
 
 
+def write_into(file: Path) -> None:
+    """For a fork: all that it prints goes there, and not where pytest captures the output of this process."""
+    with file.open("a") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+
+
 class ForkedRun:
     """The command in a fork of this process, with the methods of `subprocess.Popen` that tests use. It imports nothing
     again and starts at once. (A process that has used OpenMP's threads cannot be forked: OMP_NUM_THREADS=1.)"""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from reward_model_helpers import vision_reward_model
-from run_helpers import get_run_dir, read_metrics, train_arguments
+from run_helpers import get_run_dir, load_in_one_thread, read_metrics, train_arguments, write_into
 from safetensors.torch import load_file
 from soak.torchrun_ranks import said, start
 
@@ -66,9 +66,8 @@ def alone(output, settings):
     arguments = train_arguments(output, *settings)
 
     def run():
-        with (output / "said.txt").open("a") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
+        write_into(output / "said.txt")
+        load_in_one_thread()
         sys.exit(main(arguments))
 
     process = multiprocessing.get_context("fork").Process(target=run)

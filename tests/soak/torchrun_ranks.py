@@ -18,7 +18,15 @@ from importlib import import_module
 from pathlib import Path
 
 from interruptions import rows_logged
-from run_helpers import COMBINED, check_combined, get_run_dir, same_end, train_arguments
+from run_helpers import (
+    COMBINED,
+    check_combined,
+    get_run_dir,
+    load_in_one_thread,
+    same_end,
+    train_arguments,
+    write_into,
+)
 
 from soak.ledger import Ledger
 from soak.struck_runs import MARK, left_behind
@@ -132,9 +140,8 @@ def be_rank(
 ) -> None:
     import mtrl.cli
 
-    with (output / "said.txt").open("a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    write_into(output / "said.txt")
+    load_in_one_thread()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), **shared}
     sys.exit((main or mtrl.cli.main)(arguments))
 
