@@ -21,6 +21,8 @@ from mtrl.report.markdown_text import table
 
 RESULTS = Path(__file__).parent / "results"
 SHARE = "worker.actor.share_prefix"
+NEXT_TO_TRL = "step_next_to_trl.json"
+PLAIN, WHOLE = "MTRL, plain GRPO", "MTRL, TPRL and a reference"
 ADAPTERS = "worker.actor.model.peft_type"
 
 
@@ -37,16 +39,25 @@ class Measured:
         return result if self.part is None else result[self.part]
 
 
+SHORT_TRL = Measured("step_tprl.json", note="two passes per update")
+LONG_TRL = Measured(NEXT_TO_TRL, "3b, 8 x 8 x 1,024, plain GRPO")
+LONG_TPRL = Measured(NEXT_TO_TRL, "3b, 8 x 8 x 1,024", note="one step after the first")
+LARGE = Measured(NEXT_TO_TRL, "3b, 128 x 8 x 2,048", note="the first step")
+SEVEN = Measured("step_7b.json", "now", note="one step after the first")
 MEASURED = (
     Measured("step_defaults.json"),
     Measured("step_bf16.json"),
-    Measured("step_tprl.json", note="two passes per update"),
+    SHORT_TRL,
     Measured("step_ahead.json", "3b, 8 x 8 x 256"),
     Measured("step_ahead.json", "3b, 32 x 8 x 1,024", note="one step after the first"),
     Measured("step_precision.json", "bf16", note="one step after the first"),
     Measured("step_precision.json", "fp32", note="one step after the first"),
     Measured("step_7b.json", "before", note="one step after the first, at commit c3e6691"),
-    Measured("step_7b.json", "now", note="one step after the first"),
+    SEVEN,
+    Measured(NEXT_TO_TRL, "3b, 8 x 8 x 256, plain GRPO"),
+    LONG_TRL,
+    LONG_TPRL,
+    LARGE,
     Measured("step_qwen3_5.json", "qwen3.5-4b", note="generation by the plain engine"),
     Measured(
         "step_qwen3_5.json",
@@ -54,7 +65,30 @@ MEASURED = (
         note="a prompt read for each response: here \\* is what was computed",
     ),
 )
-BESIDE_TRL = "step_tprl.json"
+PHASES = {
+    "generation": "generation",
+    "scoring_and_other_prep": "probe, rewards, credit",
+    "training": "update",
+    "wall": "the whole step",
+}
+
+
+@dataclass(frozen=True)
+class Unmeasured:
+    """A step that was not measured, and a smaller one that bounds its seconds from below."""
+
+    prompts: int
+    completion: int
+    smaller: Measured
+    of_trl: bool = False
+
+
+UNMEASURED = (
+    Unmeasured(32, 1024, LONG_TRL, of_trl=True),
+    Unmeasured(128, 2048, LONG_TRL, of_trl=True),
+    Unmeasured(32, 1024, SEVEN),
+    Unmeasured(128, 2048, SEVEN),
+)
 
 PAGE = """\
 # Speed
@@ -105,16 +139,41 @@ need a second view of every response; "attention": its metrics at every step; "r
 and a penalty for divergence from it.
 {notes}
 
-Next to TRL {trl}, plain GRPO without a second view and without a reference, bf16 weights, one after the other on one
-GPU ([{beside}](../benchmarks/results/{beside})):
+## Next to TRL
 
-{next_to_trl}
+TRL {trl} trains by plain GRPO, without a second view and without a reference, and generates by transformers. Weights in
+bf16; what is in one table ran on one GPU. The shape is `3b`.
+
+8 x 8 x 256, medians of the steps after the first ([{short}](../benchmarks/results/{short})):
+
+{short_table}
+
+8 x 8 x 1,024, the same, of one step by TRL and with TPRL and of two by MTRL's plain GRPO
+([{long}](../benchmarks/results/{long})):
+
+{long_table}
+
+TRL's first step, its warm-up, took {warm_up} s.
+
+These steps were not measured, for lack of time on a GPU:
+
+{unmeasured}
+
+"At least" is arithmetic from the step of 8 x 8 x 1,024. Generation grows with the length of a response alone, however
+many rows are decoded. TRL's update grows with the number of its passes of 8 responses, each counted as long as the
+measured ones, even if its rows are longer; MTRL's probe and update grow with the tokens, a prompt counted once. By the
+same arithmetic MTRL's step of 128 x 8 x 2,048 with `3b` takes at least {bound} s; it took {taken}.
 
 ## What speaks against these numbers
 
 - The weights are random and no token ends a response: all responses have full length. In real training they differ,
   generation waits for the longest, and the update has fewer tokens.
-- One process on one GPU, and MTRL's own engine. Several GPUs and vLLM were not measured.
+- The advantage over TRL shrinks as responses grow: TPRL's step is {short_ratio} times as fast as TRL's plain one at 256
+  tokens and {long_ratio} times at 1,024, where MTRL's plain one is {plain_ratio} times as fast. TRL's update at 1,024
+  took less time on one machine than that at 256 on another, so much of it is not computation but waiting for the host.
+- TRL was not tuned: passes of 8 responses with gradient checkpointing, in less memory than MTRL, which keeps the
+  activations of as many layers as fit. It can generate by vLLM, which is faster and was not measured.
+- One process on one GPU, and MTRL's own engine. Several GPUs were not measured; with vLLM: [vllm.md](vllm.md).
 - Hosts differ by a fifth, and a GPU becomes slower under load: compare within one run. More comparisons, and what a
   step consists of: [benchmarks](../benchmarks/README.md).
 - The first start on a machine compiles kernels, about a minute; they are cached.
@@ -122,16 +181,25 @@ GPU ([{beside}](../benchmarks/results/{beside})):
 
 
 def make_page() -> str:
-    beside = Measured(BESIDE_TRL).read()
+    short, plain, whole = (measured.read() for measured in (SHORT_TRL, LONG_TRL, LONG_TPRL))
     notes = [f"{number}) {note}." for note, number in number_notes().items()]
     return PAGE.format(
         shapes=describe_shapes(),
         peaks=describe_peaks(),
         measured=measured_table(),
         notes=" ".join(notes),
-        trl=beside["trl"]["env"]["trl"],
-        beside=BESIDE_TRL,
-        next_to_trl=trl_table(beside),
+        trl=plain["trl"]["env"]["trl"],
+        short=SHORT_TRL.file,
+        short_table=trl_table(short["trl"], {WHOLE: short}),
+        long=LONG_TRL.file,
+        long_table=trl_table(plain["trl"], {PLAIN: plain, WHOLE: whole}),
+        warm_up=format_seconds(plain["trl"]["warm_up"]),
+        unmeasured=unmeasured_table(),
+        bound=format_seconds(least_seconds(Unmeasured(128, 2048, LONG_TPRL))),
+        taken=format_seconds(LARGE.read()["median_of_measured_steps"]["wall"]),
+        short_ratio=compare_to_trl(short["trl"], short),
+        long_ratio=compare_to_trl(plain["trl"], whole),
+        plain_ratio=compare_to_trl(plain["trl"], plain),
     )
 
 
@@ -186,12 +254,11 @@ def format_seconds(seconds: float) -> str:
 
 
 def describe_settings(settings: Mapping[str, Any]) -> str:
-    words = [f"{settings.get(DTYPE_KEY, 'fp32')} weights"]
-    words += ["TPRL"] if TPRL.items() <= settings.items() else []
+    words = ["TPRL"] if TPRL.items() <= settings.items() else []
     words += ["attention"] if settings.get("optimization.compute_attention_metrics") is True else []
     words += [] if settings.get("optimization.disable_divergence") else ["reference"]
-    words += [settings[ADAPTERS]] if ADAPTERS in settings else []
-    return ", ".join(words)
+    adapters = [settings[ADAPTERS]] if ADAPTERS in settings else []
+    return ", ".join([f"{settings.get(DTYPE_KEY, 'fp32')} weights", *(words or ["plain GRPO"]), *adapters])
 
 
 def read_mfu(result: Mapping[str, Any]) -> list[float]:
@@ -206,13 +273,40 @@ def read_mfu(result: Mapping[str, Any]) -> list[float]:
     return [measure_mfu(parameters, count, summary["training"], peak) for count in counts]
 
 
-def trl_table(result: Mapping[str, Any]) -> str:
-    ours, theirs = result["median_of_measured_steps"], result["trl"]["median_of_measured_steps"]
-    names = {"generation": "generation", "scoring_and_other_prep": "probe, rewards, credit", "training": "update",
-             "wall": "the whole step"}  # fmt: skip
-    rows = [[title, format_seconds(theirs[name]), format_seconds(ours[name])] for name, title in names.items()]
-    rows.append(["peak memory, GiB", f"{result['trl']['peak_gb']:.0f}", f"{result['peak_gb']:.0f}"])
-    return table(["seconds", "TRL, plain GRPO", "MTRL, TPRL and a reference"], rows)
+def trl_table(trl: Mapping[str, Any], ours: Mapping[str, Mapping[str, Any]]) -> str:
+    columns = [trl, *ours.values()]
+    rows = [
+        [title, *(format_seconds(column["median_of_measured_steps"][name]) for column in columns)]
+        for name, title in PHASES.items()
+    ]
+    rows.append(["peak memory, GiB", *(f"{column['peak_gb']:.0f}" for column in columns)])
+    return table(["seconds", "TRL, plain GRPO", *ours], rows)
+
+
+def compare_to_trl(trl: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    return f"{trl['median_of_measured_steps']['wall'] / ours['median_of_measured_steps']['wall']:.1f}"
+
+
+def unmeasured_table() -> str:
+    rows = []
+    for step in UNMEASURED:
+        args = step.smaller.read()["args"]
+        size = f"{step.prompts} x {args['generations']} x {step.completion:,}"
+        bound = f"{least_seconds(step) / 60:.1f}"
+        rows.append([f"`{args['size']}`", "TRL, plain GRPO" if step.of_trl else WHOLE, size, "not measured", bound])
+    return table(["shape", "", "step", "seconds", "at least, minutes"], rows)
+
+
+def least_seconds(step: Unmeasured) -> float:
+    """A lower bound of a step: the page says how it follows."""
+    result = step.smaller.read()
+    args, prompt = result["args"], result["prompt_len"]
+    summary = (result["trl"] if step.of_trl else result)["median_of_measured_steps"]
+    before, _ = count_tokens(args["prompts"], args["generations"], prompt, args["completion"])
+    after, _ = count_tokens(step.prompts, args["generations"], prompt, step.completion)
+    growth = step.prompts / args["prompts"] if step.of_trl else after / before
+    passes = summary["training"] + (0.0 if step.of_trl else summary["scoring_and_other_prep"])
+    return float(passes * growth + summary["generation"] * step.completion / args["completion"])
 
 
 if __name__ == "__main__":

@@ -70,14 +70,15 @@ class MeasuredRun:
         return actor if workers is None else workers.roles["actor"].worker
 
     def step(self, number: int) -> Row:
-        """Seconds and peaks of one step."""
+        """Seconds and peaks of one step; those of a phase that it does not have are 0."""
         values = self.training.loop.step(number)
         self.components.tracker.metrics(number + 1, values)
         row: Row = {"step": number + 1, "wall": values["perf/seconds_step"]}
+        seconds = {phase: values.get(f"perf/seconds_{phase}", 0.0) for phases in PHASES.values() for phase in phases}
         for name, phases in PHASES.items():
-            row[name] = sum(values[f"perf/seconds_{phase}"] for phase in phases)
-        row["detail"] = {phase: values[f"perf/seconds_{phase}"] for phases in PHASES.values() for phase in phases}
-        peaks = {phase: round(values[f"perf/peak_gb_{phase}"], 2) for phase in ("generate", "probe", "update")}
+            row[name] = sum(seconds[phase] for phase in phases)
+        row["detail"] = seconds
+        peaks = {phase: round(values.get(f"perf/peak_gb_{phase}", 0.0), 2) for phase in ("generate", "probe", "update")}
         row["peak_gb_generation"] = peaks["generate"]
         row["peak_gb_buffers"] = round(bytes_outside_allocator(self.components.generator) / 2**30, 2)
         row["peak_gb_probe"], row["peak_gb_update"] = peaks["probe"], peaks["update"]

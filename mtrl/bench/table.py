@@ -68,7 +68,7 @@ def make_phases(result: Result) -> list[Phase]:
     return [
         Phase("generation", generation, (sampled / generation, sampled / generation),
               peak_gb=result["peak_gb_generation"] + result["peak_gb_buffers"]),
-        Phase("probe", probe, rates(probe) if read else None, peak_gb=result["peak_gb_probe"]),
+        Phase("probe", probe, rates(probe) if read else None, peak_gb=result["peak_gb_probe"] or None),
         Phase("update", update, rates(update), mfu, result["peak_gb_update"]),
         Phase("other", max(0.0, wall - generation - probe - update)),
         Phase("step", wall, rates(wall), peak_gb=result["peak_gb"]),

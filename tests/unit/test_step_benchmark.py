@@ -8,6 +8,7 @@ from benchmarks import step
 from mtrl.bench import measure
 from mtrl.bench.random_run import PATHS
 from mtrl.bench.shapes import write_files
+from mtrl.bench.table import make_phases
 from mtrl.compose.run import run_directory
 from mtrl.config import load_config
 from mtrl.config.load_config import to_dict
@@ -86,6 +87,16 @@ def test_arguments_become_keys(built, capsys):
     assert 0 < result["saving"]["held"] <= result["saving"]["written"]
     parameters = list(run.loop.components.actor.model.parameters())
     assert result["saving"]["gb"] > 3 * sum(p.nbytes for p in parameters) / 2**30, "weights and two averages"
+
+
+def test_a_step_without_a_probe(capsys):
+    """Plain GRPO: one optimizer step on fresh responses needs nothing that a probe measures."""
+    words = [*SMALL, "--steps=1", "optimization.disable_divergence=true", f"{COMPUTE}=fp32"]
+    result = step.run(step.parse(words))
+    (row,) = result["steps"]
+    assert row["detail"]["probe"] == row["peak_gb_probe"] == 0 and row["training"] > 0 and row["grad_norm"] > 0
+    (probe,) = (phase for phase in make_phases(result) if phase.name == "probe")
+    assert probe.cells(row["wall"])[3:] == ["-"] * 5, "no tokens, no MFU, no peak"
 
 
 def test_adapters_on_a_base_without_files(built, capsys):
