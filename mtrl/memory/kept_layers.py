@@ -143,6 +143,12 @@ def choose_kept_layers(
     if limits is not given:
         assert limits.update.tokens is not None
         learner.configured_batching = learner.configured_batching.within(limits.update.tokens)
+    report_kept_layers(layers, learner, limits, encoder)
+    return peaks
+
+
+def report_kept_layers(layers: KeepableLayers, learner: Learner, limits: Limits, encoder: PromptEncoder) -> None:
+    """One line about the choice, whose passes are those of `limits`."""
     if layers.ranks.is_first:
         size = limits.update.largest(longest_rollouts(encoder, limits, limits.prompts_per_update))
         unit = "tokens" if limits.update.rows is None else "responses"
@@ -150,7 +156,6 @@ def choose_kept_layers(
         say_at_once(
             f"gradient checkpointing: auto keeps the activations of {share} layers, in passes of {size:,} {unit}"
         )
-    return peaks
 
 
 def find_best_size(

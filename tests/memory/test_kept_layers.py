@@ -277,6 +277,8 @@ def test_which_runs_choose(setting, spare, forbidden, kept, tmp_path, monkeypatc
     forward, phases = make_forward("qwen2"), []
     monkeypatch.setattr(Backbone, "device", torch.device("cuda"))
     monkeypatch.setattr(kept_layers, "spare_bytes", lambda device: spare)
+    monkeypatch.setattr(memory_limits.RememberedSizes, "reuse_or_search", lambda self, search, *_: search())
+    monkeypatch.setattr(memory_limits, "describe_start", lambda *_, **__: {})
 
     def run_nothing(policy, encoder, limits, *, watch_update=nullcontext, only=("all",), **options):
         phases.append((*only, limits.update.tokens))
