@@ -105,8 +105,9 @@ def open_run(workload: Workload) -> Iterator[MeasuredRun]:
         training = build_run(config, workload, lengths)
         with training.closing:
             built = time.perf_counter()
-            training.preflight()
+            phases = training.preflight()
             start = {"build": built - begin, "rehearsal": time.perf_counter() - built}
+            start |= {f"rehearsal_{name}": seconds for name, seconds in phases.items()}
             yield MeasuredRun(workload, training, lengths, start)
 
 

@@ -5,8 +5,7 @@ Files are described by their contents and not by their paths, so that a batch ca
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,8 @@ from mtrl.compose.task_source import open_data_sources
 from mtrl.config import Config
 from mtrl.config.paths import PathKind
 from mtrl.config.tree import known_leaves
-from mtrl.utils.package_version import package_version
+from mtrl.utils.package_version import code_version, digest
 from mtrl.utils.plugins import split_spec
-
-PACKAGE = Path(__file__).parents[1]
 
 
 def describe_origin(config: Config) -> dict[str, str]:
@@ -32,8 +29,7 @@ def describe_origin(config: Config) -> dict[str, str]:
     for split, files in (("train", config.dataset.train_files), ("validation", config.dataset.val_files)):
         sources = open_data_sources(files, split) if files or not config.dataset.train_files else []
         origin[f"{split} data"] = " ".join(source.fingerprint for source in sources)
-    code = digest(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py")))
-    return origin | {"code": f"mtrl {package_version()}, {code}"}
+    return origin | {"code": code_version()}
 
 
 def describe_files(value: Any, kind: PathKind) -> str:
@@ -49,10 +45,3 @@ def describe_files(value: Any, kind: PathKind) -> str:
         return repr(value)
     path = Path(file).expanduser()
     return f"{path.name}:{name or ''} {digest([path.read_bytes()])}"
-
-
-def digest(contents: Iterable[bytes]) -> str:
-    whole = hashlib.blake2b(digest_size=8)
-    for content in contents:
-        whole.update(len(content).to_bytes(8, "big") + content)
-    return whole.hexdigest()

@@ -13,10 +13,12 @@ from mtrl.compose import algorithm
 from mtrl.compose.critic_worker import critic_path
 from mtrl.compose.policy import model_path
 from mtrl.config import Config
+from mtrl.data.cache import DiskCache
 from mtrl.memory.kept_layers import KeepableLayers, choose_kept_layers, full_speed_tokens
 from mtrl.memory.pass_sizes import PassSizes, fit_passes
 from mtrl.memory.plan import Plan, VllmShare, list_savings
-from mtrl.memory.preflight import ADAM_STATES, Limits, preflight
+from mtrl.memory.preflight import ADAM_STATES, Limits, add_seconds, preflight
+from mtrl.memory.remembered_sizes import RememberedSizes, describe_start
 from mtrl.memory.shard_sizes import Split
 from mtrl.models.activation_checkpointing import keepable_layers, vision_layers
 from mtrl.models.families import TextEncoder, load_encoder, load_model_config
@@ -145,13 +147,15 @@ def preflight_on_gpu(
     critic: Forward | None = None,
     pass_sizes: PassSizes | None = None,
     weights: StayingWeights = STAYING,
-) -> None:
+) -> dict[str, float]:
     """Run each pass of a step once at the limits of the configuration, so that too large ones fail before the first
     step, and choose the layers that keep their activations. Not on a CPU, which is slow and can swap. Several ranks run
-    their shares at the same time."""
+    their shares at the same time. Return the seconds of each phase and of the search for sizes.
+
+    A single process that finds the sizes of an earlier start runs the update alone."""
     if policy.backbone.device.type != "cuda":
-        return
-    plan = make_plan(config, on_gpu=True)
+        return {}
+    plan, seconds = make_plan(config, on_gpu=True), dict[str, float]()
     run_once = partial(
         preflight,
         policy,
@@ -165,33 +169,51 @@ def preflight_on_gpu(
         offloaded=plan.offload_optimizer,
         weights=weights,
     )
-    backbone, sp_size = policy.backbone, policy.sp_group.size
-    limits = make_limits(config, needs, on_gpu=True, share_prefix=policy.share_prefix)
-    limits = limits.on_each(backbone.ranks.size, sp_size)
-    sized, actor = is_sized_by_memory(config), learners[0]
-    limits = replace(limits, encodes_ahead=actor.encodes_ahead)
-    if actor.cut_to:  # the resumed run has reduced its passes before
-        limits = limits.within(actor.cut_to)
+    backbone, sized, actor = policy.backbone, is_sized_by_memory(config), learners[0]
+    limits = limits_of_rank(config, needs, policy, actor)
     may_keep = plan.checkpointing == "auto" and (pass_sizes is None or pass_sizes.may_keep_layers)
     keepable = keepable_layers(backbone.model) if may_keep else []
     twice = vision_layers(backbone.model, keepable) if actor.encodes_ahead else []
     layers = KeepableLayers.on_gpu(keepable, backbone.device, backbone.ranks, twice)
-    run_all = partial(run_once, watch_update=layers.measure)
-    peaks = fit_passes(run_all, limits, policy, learners if sized else [], pass_sizes)
-    if keepable:
+    run_update = partial(run_once, only=("optimizer", "update"))
+
+    def search() -> dict[str, int]:
+        run_all = partial(run_once, watch_update=layers.measure, seconds=seconds)
+        peaks = fit_passes(run_all, limits, policy, learners if sized else [], pass_sizes)
+        if not keepable:
+            return peaks
         enough = full_speed_tokens(sum(each.numel() for each in backbone.model.parameters()), len(keepable))
-        peaks |= choose_kept_layers(
-            layers,
-            partial(run_once, only=("optimizer", "update")),
-            limits.within(actor.cut_to) if actor.cut_to else limits,
-            policy.encoder,
-            actor,
-            at_least=sp_size * enough if sized else None,
-            verify=pass_sizes is None,  # ranks cannot continue after a failed pass
-        )
+        with add_seconds(seconds, "search"):
+            return peaks | choose_kept_layers(
+                layers,
+                run_update,
+                limits.within(actor.cut_to) if actor.cut_to else limits,
+                policy.encoder,
+                actor,
+                at_least=policy.sp_group.size * enough if sized else None,
+                verify=pass_sizes is None,  # ranks cannot continue after a failed pass
+            )
+
+    if pass_sizes is not None:  # ranks cannot search after a failed pass
+        peaks = search()
+    else:
+        models = [policy] if critic is None else [policy, critic]
+        start = describe_start(plan, limits, models, resumed=has_states, rollout=config.worker.rollout)
+        remembered = RememberedSizes(DiskCache().path("memory", start, "json"), backbone.device)
+        run_alone = partial(run_update, seconds=seconds)
+        peaks = remembered.reuse_or_search(search, run_alone, limits, layers, learners, generator, policy.encoder)
     if backbone.ranks.is_first:
         phases = ", ".join(f"{name} {peak / GIB:,.1f} GiB" for name, peak in peaks.items())
         say_at_once(f"memory at the limits: {phases}")
+    return seconds
+
+
+def limits_of_rank(config: Config, needs: Needs, policy: Forward, actor: Learner) -> Limits:
+    """The limits of this process, alone or one of several ranks."""
+    limits = make_limits(config, needs, on_gpu=True, share_prefix=policy.share_prefix)
+    limits = limits.on_each(policy.backbone.ranks.size, policy.sp_group.size)
+    limits = replace(limits, encodes_ahead=actor.encodes_ahead)
+    return limits.within(actor.cut_to) if actor.cut_to else limits  # a resumed run has reduced its passes before
 
 
 def is_sized_by_memory(config: Config) -> bool:

@@ -263,7 +263,7 @@ class RunWorkers:
     reference: Synced | None
     generator: Generator
     reward_model: ResponseScorer | None = None  # on ranks; otherwise the scorer has its own
-    preflight: Callable[[bool], object] = lambda resumed: None  # runs the largest possible passes
+    preflight: Callable[[bool], dict[str, float]] = lambda resumed: {}  # runs the largest possible passes; its seconds
     close: Callable[[], None] = lambda: None
 
 
@@ -279,7 +279,7 @@ def open_workers(plan: WorkerPlan) -> RunWorkers:
         DistributedReference(group, REFERENCE) if plan.syncs_reference and plan.has_reference else None,
         make_generator(plan, group),
         DistributedRewardModel(group, REWARD) if reward_type == "model" else None,
-        preflight=lambda resumed: RemoteProxy(group, PREFLIGHT).call_all("run", resumed),
+        preflight=lambda resumed: RemoteProxy(group, PREFLIGHT).call_all("run", resumed)[0],
         close=group.close,
     )
 

@@ -19,9 +19,9 @@ import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
-from mtrl.data.cache import DiskCache, atomic_write, file_stamp, pack_json, unpack_json
+from mtrl.data.cache import DiskCache, file_stamp, pack_json, unpack_json
 from mtrl.data.row_settings import DataError, DataSource, RowError, one_line, shorten
-from mtrl.utils.files import regular_file
+from mtrl.utils.files import atomic_write, regular_file
 
 MIB = 1 << 20
 MAX_ROW_GROUP = 8 * MIB  # bytes; a larger row group is too slow to decode for a single row

@@ -10,15 +10,13 @@ import io
 import json
 import logging
 import os
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mtrl.utils.files import regular_file
+from mtrl.utils.files import atomic_write, regular_file
 
 CHECKSUM_BYTES = 16
 
@@ -79,20 +77,6 @@ class DiskCache:
 
 def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=CHECKSUM_BYTES).digest()
-
-
-@contextmanager
-def atomic_write(path: Path) -> Iterator[Any]:
-    """Write a temporary file and rename it to its final path: a reader sees the whole file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as out:
-        try:
-            yield out
-            out.close()
-            os.replace(out.name, path)
-        except BaseException:
-            os.unlink(out.name)
-            raise
 
 
 def pack_json(value: Any) -> np.ndarray:

@@ -20,6 +20,7 @@ from mtrl.memory.preflight import DoesNotFit, Limits, bytes_outside_allocator, l
 from mtrl.models.activation_checkpointing import keep_activations, measure_recomputed
 from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
 from mtrl.protocols import PromptEncoder
+from mtrl.types import Rollouts
 from mtrl.utils.terminal import say_at_once
 from mtrl.workers.learner import Learner
 
@@ -47,6 +48,28 @@ def count_fitting(costs: Sequence[int], room: int) -> int:
     return sum(used <= room for used in accumulate(costs))
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What an update with all layers checkpointed has shown."""
+
+    spare: int  # bytes left at its peak
+    costs: Sequence[int]  # bytes that each layer would keep
+
+    @property
+    def fitting(self) -> int:
+        return count_fitting(self.costs, self.spare)
+
+    def towards(self, other: Measured, part: int, whole: int) -> Measured:
+        """What an update shows whose passes are by `part` of `whole` tokens closer to the other's: both numbers are
+        linear in the tokens of a pass.
+
+        >>> Measured(10, [4, 2]).towards(Measured(30, [2, 2]), 50, 100)
+        Measured(spare=20, costs=[3, 2])
+        """
+        move = lambda ours, theirs: ours + (theirs - ours) * part // whole  # noqa: E731
+        return Measured(move(self.spare, other.spare), [*map(move, self.costs, other.costs)])
+
+
 def spare_bytes(device: torch.device) -> int:
     """Bytes of a GPU that the peak since the last reset has left for more, with a margin."""
     own = torch.cuda.mem_get_info(device)[1] - bytes_outside_allocator(device)
@@ -55,14 +78,15 @@ def spare_bytes(device: torch.device) -> int:
 
 @dataclass
 class KeepableLayers:
-    """The layers of a model that can keep their activations, in the order in which they do. `fitting`: how many of them
-    fit on every rank, by the last update within `measure`."""
+    """The layers of a model that can keep their activations, in the order in which they do. `measured`: by the last
+    update within `measure`; `fitting`: how many of them fit on every rank then."""
 
     layers: Sequence[Any]
     allocated: Callable[[], int]  # bytes in use
     spare: Callable[[], int]  # bytes left at the peak of the update
     ranks: Ranks = SINGLE_PROCESS
     twice: Collection[Any] = ()  # those that hold the activations of two passes at once
+    measured: Measured = Measured(0, ())
     fitting: int = 0
 
     @classmethod
@@ -79,7 +103,12 @@ class KeepableLayers:
             yield
         if self.layers:
             costs = [cost * (2 if layer in self.twice else 1) for layer, cost in zip(self.layers, costs, strict=True)]
-            self.fitting = -self.ranks.all_reduce_max(-count_fitting(costs, self.spare()))
+            self.measured = Measured(self.spare(), costs)
+            self.fitting = self.count_on_all(self.measured)
+
+    def count_on_all(self, measured: Measured) -> int:
+        """How many layers fit on every rank, from what this one has measured."""
+        return -self.ranks.all_reduce_max(-measured.fitting)
 
     def keep(self, count: int) -> Sequence[Any]:
         """Let the first layers keep their activations, and checkpoint the others; returns the first ones."""
@@ -114,6 +143,12 @@ def choose_kept_layers(
     if limits is not given:
         assert limits.update.tokens is not None
         learner.configured_batching = learner.configured_batching.within(limits.update.tokens)
+    report_kept_layers(layers, learner, limits, encoder)
+    return peaks
+
+
+def report_kept_layers(layers: KeepableLayers, learner: Learner, limits: Limits, encoder: PromptEncoder) -> None:
+    """One line about the choice, whose passes are those of `limits`."""
     if layers.ranks.is_first:
         size = limits.update.largest(longest_rollouts(encoder, limits, limits.prompts_per_update))
         unit = "tokens" if limits.update.rows is None else "responses"
@@ -121,22 +156,43 @@ def choose_kept_layers(
         say_at_once(
             f"gradient checkpointing: auto keeps the activations of {share} layers, in passes of {size:,} {unit}"
         )
-    return peaks
 
 
 def find_best_size(
     layers: KeepableLayers, run_update: RunUpdate, limits: Limits, encoder: PromptEncoder, at_least: int
 ) -> tuple[Limits, int]:
     """The pass size with which most layers keep their activations, the largest such size, and how many layers. It is
-    the given one or a smaller one of `at_least` so many tokens."""
-    best, kept = limits, layers.fitting
+    the given one or a smaller one of `at_least` so many tokens.
+
+    Smaller passes leave room for more layers, so the smallest size is measured first. Memory is linear in the tokens of
+    a pass: what the sizes between would keep follows from both ends. The largest one that should keep as many layers
+    is measured, too, so that only a size that was measured is chosen.
+    """
     rollouts = longest_rollouts(encoder, limits, limits.prompts_per_update)
-    while layers.fitting < len(layers.layers):
-        tokens = limits.update.smaller(rollouts)
-        if tokens is None or limits.update.within(tokens).largest(rollouts) < at_least:
-            break
-        limits = replace(limits, update=limits.update.within(tokens))
-        run_update(limits, watch_update=layers.measure)
-        if layers.fitting > kept:
-            best, kept = limits, layers.fitting
+    smaller = list_smaller_sizes(limits, rollouts, at_least)
+    kept, start = layers.fitting, layers.measured
+    if not smaller or kept == len(layers.layers):
+        return limits, kept
+    best, between = smaller[-1], smaller[:-1]
+    run_update(best, watch_update=layers.measure)
+    if layers.fitting <= kept:
+        return limits, kept
+    kept, end = layers.fitting, layers.measured
+    first, last = (each.update.largest(rollouts) for each in (limits, best))
+    for size in between:
+        expected = start.towards(end, first - size.update.largest(rollouts), first - last)
+        if layers.count_on_all(expected) >= kept:
+            run_update(size, watch_update=layers.measure)
+            return (size, layers.fitting) if layers.fitting >= kept else (best, kept)
     return best, kept
+
+
+def list_smaller_sizes(limits: Limits, rollouts: Rollouts, at_least: int) -> list[Limits]:
+    """Each of three quarters of the size before, down to `at_least` tokens in the largest pass."""
+    sizes: list[Limits] = []
+    while (tokens := limits.update.smaller(rollouts)) is not None:
+        limits = replace(limits, update=limits.update.within(tokens))
+        if limits.update.largest(rollouts) < at_least:
+            break
+        sizes.append(limits)
+    return sizes

@@ -6,6 +6,7 @@ They run once before the first step on a GPU, so running out of memory is report
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -235,10 +236,11 @@ def preflight(
     weights: StayingWeights = STAYING,
     only: Collection[str] = tuple(DOES_NOT_FIT),
     watch_update: Callable[[], AbstractContextManager[object]] = nullcontext,
+    seconds: dict[str, float] | None = None,
 ) -> dict[str, int]:
     """Run the passes once and return the peak bytes of each phase beyond those held before; `only` some phases.
     `generator` is the engine of the run, asleep; None if dedicated engines sample. The policy's `weights` are where the
-    step has them in each phase. The update runs within `watch_update`.
+    step has them in each phase. The update runs within `watch_update`. `seconds` are added to those of each phase.
 
     If the optimizers have no states yet (the first step creates them), the memory of `states` numbers per weight is
     reserved meanwhile, in `state_dtype` or the weight's own; if they are `offloaded`, that of the largest piece during
@@ -278,7 +280,8 @@ def preflight(
                 weights.offload() if name == "critic" else weights.onload()
             sampling = generator.resident() if generator is not None and name == "sample" else nullcontext()
             watch = watch_update() if name == "update" else nullcontext()
-            with _explain_out_of_memory(name, device, savings), sampling, peak_memory(device) as peak, watch:
+            timed = nullcontext() if seconds is None else add_seconds(seconds, name)
+            with timed, _explain_out_of_memory(name, device, savings), sampling, peak_memory(device) as peak, watch:
                 phase()
             peaks[name] = peak[0]
     finally:
@@ -290,6 +293,18 @@ def preflight(
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the step may need blocks of other sizes
     return peaks
+
+
+@contextmanager
+def add_seconds(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Add the time within the context to that of a phase."""
+    begin = time.perf_counter()
+    try:
+        yield
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - begin
 
 
 @contextmanager

@@ -10,10 +10,10 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from mtrl.data.cache import atomic_write
 from mtrl.data.media import decode, make_medium, read_size
 from mtrl.prepare.select import stable_hash
 from mtrl.prepare.tables import ParquetTable
+from mtrl.utils.files import atomic_write
 
 SAMPLES, COLUMNS = 12, 3
 CELL_WIDTH, CELL_HEIGHT, IMAGE_HEIGHT = 440, 430, 230  # pixels

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from mtrl.data.cache import atomic_write
 from mtrl.data.media import make_medium, read_size
 from mtrl.data.row_settings import RowError
 from mtrl.types import Medium
+from mtrl.utils.files import atomic_write
 
 Storage = Literal["embed", "paths"]
 ENDINGS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp", "TIFF": "tif"}

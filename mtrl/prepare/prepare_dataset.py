@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mtrl.data.cache import atomic_write
 from mtrl.data.parallel import Progress
 from mtrl.data.row_settings import DataError, RowError
 from mtrl.prepare.contact_sheet import draw_sheet, sample_rows
@@ -16,6 +15,7 @@ from mtrl.prepare.images import Storage, store_image
 from mtrl.prepare.questions import RowFault, RowReader, SourceQuestion
 from mtrl.prepare.select import PrepareOptions, Selection, select_rows
 from mtrl.prepare.shards import ROWS_PER_SHARD, OutputFolder, ShardWriter, explain_full_disk
+from mtrl.utils.files import atomic_write
 
 ROW_DETAIL = re.compile(r"the image .+?(?= (?:does not|cannot|is|has))|'[^']*'|\d+")  # differs between rows
 

@@ -22,10 +22,10 @@ from typing import Any
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
-from mtrl.data.cache import atomic_write
 from mtrl.data.row_settings import DataError
 from mtrl.prepare.merge import JOURNAL
 from mtrl.utils.errors import RunError
+from mtrl.utils.files import atomic_write
 
 VERSION = 1  # version of the output; raise it when the same rows would become other bytes
 SKIPPED = "skipped.txt"  # one line per row; not an ending that a run reads as data

@@ -5,8 +5,11 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
@@ -63,6 +66,20 @@ def write_file(path: Path, text: str) -> None:
     sync_path(unfinished)
     unfinished.replace(path)
     sync_path(path.parent)
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Any]:
+    """Write a temporary file and rename it to its final path: a reader sees the whole file or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as out:
+        try:
+            yield out
+            out.close()
+            os.replace(out.name, path)
+        except BaseException:
+            os.unlink(out.name)
+            raise
 
 
 def sync_path(path: Path) -> None:

@@ -17,13 +17,14 @@ from helpers import slow_but
 from run_helpers import wait_for
 
 from mtrl.cli import main
-from mtrl.commands import compare, result_origin
+from mtrl.commands import compare
 from mtrl.commands.compare import parse_seeds
 from mtrl.compare import batch
 from mtrl.compare.arms import read_arm
 from mtrl.compare.batch import measure_effects, pack, plan_jobs, run_batch, unpack
 from mtrl.config import load_config
 from mtrl.report.compare_html import Comparison
+from mtrl.utils import package_version
 
 
 def write_run(place, seed, curve, right=(), seconds=2.0):
@@ -400,7 +401,7 @@ def test_a_result_of_other_settings_is_no_result(case, configured, capsys):
 
 def test_other_code_is_other_settings(configured, capsys, monkeypatch):
     assert compared() == 0
-    monkeypatch.setattr(result_origin, "PACKAGE", Path("."))
+    monkeypatch.setattr(package_version, "PACKAGE", Path("."))
     assert compared() == 2 and "code: was mtrl" in capsys.readouterr().err
 
 
