@@ -125,7 +125,7 @@ FACTS = {
     ),
     "glm4v": Facts(
         "GLM-4.1V",
-        f"the plain engine, {OTHERS}. The CUDA graph engine refuses it",
+        f"{GRAPHS}, {OTHERS}. Its graphs were not run on a GPU",
         "a checkpoint's limits of pixels count both frames of a patch, so an image has half of them; "
         f"`dataset.max_pixels` counts those of the image. No videos. {SOURCES}",
     ),

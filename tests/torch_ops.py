@@ -64,15 +64,17 @@ def rotate_write(
     if weights.query_norm is not None and weights.key_norm is not None:
         q, k = _rms(q, weights.query_norm, norm), _rms(k, weights.key_norm, norm)
     position, kv_index = rows.position[slot.long()].long(), rows.kv_index[slot.long()].long()
-    cos, sin = (wave[position][:, None].repeat(1, 1, 2) for wave in angles)
-    query.copy_(_rotated(q, cos, sin))
-    keys[kv_index], values[kv_index] = _rotated(k, cos, sin), v
+    cos, sin = (wave[position][:, None] for wave in angles)
+    query.copy_(_rotated(q, cos, sin, kind.interleaved))
+    keys[kv_index], values[kv_index] = _rotated(k, cos, sin, kind.interleaved), v
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    x, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
-    low, high = x.chunk(2, -1)
-    return torch.cat([x * cos + torch.cat([-high, low], -1) * sin, rest], -1)
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    width = 2 * cos.shape[-1]
+    x, rest = x[..., :width], x[..., width:]
+    low, high = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
+    turned = low * cos - high * sin, high * cos + low * sin
+    return torch.cat([torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1), rest], -1)
 
 
 def attend(

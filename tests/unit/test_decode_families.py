@@ -1,4 +1,5 @@
-"""Families with windows, other norms, recurrent layers or experts in the engine for CUDA, against the plain engine."""
+"""Families with windows, other norms, recurrent layers, experts or neighbours that are rotated together in the engine
+for CUDA, against the plain engine."""
 
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from mtrl.rollout.decode.step import triton_ops
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
 
-FAMILIES = ["gemma3", "gemma3_text", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"]
+FAMILIES = ["gemma3", "gemma3_text", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe", "glm4v"]
 SAMPLED = Sampling(n=3, max_new_tokens=WINDOW + 4)
 GREEDY = replace(SAMPLED, n=1, temperature=0)
 
@@ -81,6 +82,7 @@ REFUSED = [
     ("qwen3_5", lambda lm: setattr(lm.config, "linear_value_head_dim", 24), "heads of 24 numbers"),
     ("qwen3_5", lambda lm: setattr(lm.layers[0].linear_attn, "in_proj_z", torch.nn.Identity()), "in_proj_z is a Ident"),
     ("qwen3_vl_moe", lambda lm: setattr(lm.layers[0].mlp, "experts", torch.nn.Identity()), "the experts are a Ident"),
+    ("glm4v", lambda lm: setattr(lm.layers[0].mlp, "gate_up_proj", torch.nn.Identity()), "gate_up_proj is a Ident"),
 ]
 
 

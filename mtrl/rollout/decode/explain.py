@@ -20,7 +20,7 @@ from mtrl.rollout.decode.layers import (
 # By the `model_type` of the language model's config: those whose code in transformers was read and computes what
 # `layers.py` can say, and nothing more. Modules alone do not tell: a factor on the residual is no module.
 READ = ("qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3", "qwen3_vl_text", "llama", "mistral", "gemma3_text",
-        "qwen3_5_text", "qwen3_5_moe_text", "qwen3_vl_moe_text")  # fmt: skip
+        "qwen3_5_text", "qwen3_5_moe_text", "qwen3_vl_moe_text", "glm4v_text")  # fmt: skip
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # their frequencies do not depend on the length
 
 

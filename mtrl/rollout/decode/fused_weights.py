@@ -16,10 +16,10 @@ from mtrl.rollout.decode.explain import explain_unsupported
 from mtrl.rollout.decode.layers import (
     base_layer,
     decoder_shape,
+    gate_and_up,
     has_experts,
-    has_norms_after,
+    layer_norms,
     lora_adapters,
-    mlp_norm,
     projections,
     rotary_frequencies,
 )
@@ -129,14 +129,14 @@ class DecodeWeights:
         self.refresh()
 
     def _layer(self, layer: Any) -> DecodeLayer:
-        after = has_norms_after(layer)
+        norms = layer_norms(layer)
         return DecodeLayer(
-            norm=self._follow(layer.input_layernorm.weight),
+            norm=self._follow(norms.mixer.weight),
             mixer=self._mixer(layer),
-            mlp_norm=self._follow(mlp_norm(layer).weight),
+            mlp_norm=self._follow(norms.mlp.weight),
             mlp=self._mixture(layer.mlp) if has_experts(layer.mlp) else self._mlp(layer.mlp),
-            after_mixer=self._follow(layer.post_attention_layernorm.weight) if after else None,
-            after_mlp=self._follow(layer.post_feedforward_layernorm.weight) if after else None,
+            after_mixer=None if norms.after_mixer is None else self._follow(norms.after_mixer.weight),
+            after_mlp=None if norms.after_mlp is None else self._follow(norms.after_mlp.weight),
         )
 
     def _mixer(self, layer: Any) -> AttentionWeights | RecurrenceWeights:
@@ -167,7 +167,7 @@ class DecodeWeights:
         )
 
     def _mlp(self, module: Any) -> MlpWeights:
-        return MlpWeights(self._projection(module.gate_proj, module.up_proj), self._projection(module.down_proj))
+        return MlpWeights(self._projection(*gate_and_up(module)), self._projection(module.down_proj))
 
     def _mixture(self, module: Any) -> MixtureWeights:
         has_shared = hasattr(module, "shared_expert")
