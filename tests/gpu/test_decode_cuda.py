@@ -30,7 +30,7 @@ pytestmark = [
 SAMPLED = Sampling(n=4, max_new_tokens=24)
 GREEDY = replace(SAMPLED, n=1, temperature=0)
 # Families with kinds of layers that the embedded model lacks.
-KINDS = ["gemma3", "gemma3_text", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe", "glm4v"]
+KINDS = ["gemma3", "gemma3_text", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe", "glm4v", "glm4v_moe"]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from sources import ROOT, SOURCES, nodes
 
 pytest.importorskip("triton")
 # With all kinds of layers between them.
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3_text", "qwen3_5_moe", "glm4v")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3_text", "qwen3_5_moe", "glm4v", "glm4v_moe")
 
 
 def kernels():

@@ -20,7 +20,7 @@ from mtrl.rollout.decode.layers import (
 # By the `model_type` of the language model's config: those whose code in transformers was read and computes what
 # `layers.py` can say, and nothing more. Modules alone do not tell: a factor on the residual is no module.
 READ = ("qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3", "qwen3_vl_text", "llama", "mistral", "gemma3_text",
-        "qwen3_5_text", "qwen3_5_moe_text", "qwen3_vl_moe_text", "glm4v_text")  # fmt: skip
+        "qwen3_5_text", "qwen3_5_moe_text", "qwen3_vl_moe_text", "glm4v_text", "glm4v_moe_text")  # fmt: skip
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # their frequencies do not depend on the length
 
 
@@ -71,6 +71,10 @@ def _explain_experts(mlp: Any) -> str | None:
     parts = [getattr(mlp.experts, name, None) for name in ("gate_up_proj", "down_proj")]
     if not all(isinstance(part, nn.Parameter) for part in parts) or hasattr(mlp.experts, "base_layer"):
         return f"the experts are a {_kind(mlp.experts)}: one tensor for all is supported, without adapters"
+    if getattr(mlp.gate, "num_group", 1) > 1:
+        return "a router that chooses groups of experts first"
+    if not getattr(mlp.gate, "norm_topk_prob", True):
+        return "weights of experts that are not divided by their sum"
     gate = getattr(mlp, "shared_expert_gate", None)
     if gate is not None and type(gate) is not nn.Linear:
         return f"the gate of the shared expert is a {_kind(gate)}"

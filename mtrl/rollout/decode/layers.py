@@ -21,6 +21,7 @@ LINEAR = {  # the projections of each block
     "linear_attn": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
     "mlp": MLP,
     "mlp.shared_expert": MLP,
+    "mlp.shared_experts": MLP,
 }
 FUSED = "gate_up_proj"  # instead of the first two of an MLP
 
@@ -100,6 +101,8 @@ class Mixture:
     inner: int
     shared: int  # width of the expert that every token has; 0: none
     activation: str = "silu"
+    sigmoid: bool = False  # the router scores each expert alone, in float32, and a correction is added for the choice
+    scale: float = 1.0  # of the weights of chosen experts, whose sum is 1 before
 
 
 @dataclass(frozen=True)
@@ -218,9 +221,16 @@ def _read_mlp(module: Any, activation: str) -> Mlp | Mixture:
     if not has_experts(module):
         return Mlp(_inner_width(module), activation)
     experts, _, inner = module.experts.down_proj.shape
-    shared = getattr(module, "shared_expert", None)
-    width = 0 if shared is None else _inner_width(shared)
-    return Mixture(experts, module.gate.top_k, inner, width, activation)
+    shared, router = shared_expert(module), module.gate
+    return Mixture(
+        experts,
+        router.top_k,
+        inner,
+        shared=0 if shared is None else _inner_width(shared),
+        activation=activation,
+        sigmoid=router_correction(router) is not None,
+        scale=float(getattr(router, "routed_scaling_factor", 1.0)),
+    )
 
 
 def gate_and_up(mlp: Any) -> list[Any]:
@@ -230,6 +240,16 @@ def gate_and_up(mlp: Any) -> list[Any]:
 
 def _inner_width(mlp: Any) -> int:
     return sum(map(_out_features, gate_and_up(mlp))) // 2
+
+
+def shared_expert(mlp: Any) -> Any:
+    """The MLP that every token has in a mixture of experts; None if there is none."""
+    return getattr(mlp, "shared_expert", getattr(mlp, "shared_experts", None))
+
+
+def router_correction(router: Any) -> Tensor | None:
+    """What a router adds to the scores of experts to choose some of them; None if it chooses by a softmax."""
+    return getattr(router, "e_score_correction_bias", None)
 
 
 def has_experts(mlp: Any) -> bool:
