@@ -78,6 +78,7 @@ class Backbone:
         if self.has_states:
             use_forked_states(self.language_model, compiled)
         self.routers = find_routers(self.language_model)
+        patches.use_wide_routers(self.routers)
         patches.use_no_dropout(model)
         patches.use_narrow_embedding_scale(model, self.compute_dtype)
         self.wide_adapters = any(
