@@ -91,7 +91,6 @@ def test_the_local_engine_decodes_it_on_a_gpu(family):
 
 
 REFUSED = [
-    ("gemma3_text", lambda lm: setattr(lm.config, "attn_logit_softcapping", 50.0), "a cap of attention scores"),
     ("gemma3_text", lambda lm: lm.config.rope_parameters["full_attention"].update(rope_type="dynamic"), "'dynamic'"),
     ("gemma3_text", lambda lm: setattr(lm.config, "hidden_activation", "gelu"), "an MLP with gelu"),
     ("qwen3_5", lambda lm: setattr(lm.config, "linear_value_head_dim", 24), "heads of 24 numbers"),
