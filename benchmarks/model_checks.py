@@ -125,13 +125,13 @@ FACTS = {
     ),
     "glm4v": Facts(
         "GLM-4.1V",
-        f"the plain engine, {OTHERS}. The CUDA graph engine refuses it",
+        f"{GRAPHS}, {OTHERS}. Its graphs were not run on a GPU",
         "a checkpoint's limits of pixels count both frames of a patch, so an image has half of them; "
         f"`dataset.max_pixels` counts those of the image. No videos. {SOURCES}",
     ),
     "glm4v_moe": Facts(
         "GLM-4.5V",
-        f"the plain engine. The CUDA graph engine refuses it. {NO_VLLM}",
+        f"{GRAPHS}. Its graphs were not run on a GPU. {NO_VLLM}",
         "as GLM-4.1V, and of the experts what is said of Qwen3.5's. Adapters are added to attention, to the dense "
         "first layers and to shared experts. peft itself takes these names for those of all experts: its "
         "`PeftModel.from_pretrained` loads the adapters of attention alone, with a warning, while `mtrl` and merged "

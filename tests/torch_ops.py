@@ -22,7 +22,7 @@ from mtrl.rollout.decode.buffers import (
     Tiles,
 )
 from mtrl.rollout.decode.fused_weights import AttentionWeights, RecurrenceWeights
-from mtrl.rollout.decode.layers import Attention, Norm, Recurrence
+from mtrl.rollout.decode.layers import Attention, Mixture, Norm, Recurrence
 
 
 def _rms(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
@@ -64,15 +64,17 @@ def rotate_write(
     if weights.query_norm is not None and weights.key_norm is not None:
         q, k = _rms(q, weights.query_norm, norm), _rms(k, weights.key_norm, norm)
     position, kv_index = rows.position[slot.long()].long(), rows.kv_index[slot.long()].long()
-    cos, sin = (wave[position][:, None].repeat(1, 1, 2) for wave in angles)
-    query.copy_(_rotated(q, cos, sin))
-    keys[kv_index], values[kv_index] = _rotated(k, cos, sin), v
+    cos, sin = (wave[position][:, None] for wave in angles)
+    query.copy_(_rotated(q, cos, sin, kind.interleaved))
+    keys[kv_index], values[kv_index] = _rotated(k, cos, sin, kind.interleaved), v
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    x, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
-    low, high = x.chunk(2, -1)
-    return torch.cat([x * cos + torch.cat([-high, low], -1) * sin, rest], -1)
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    width = 2 * cos.shape[-1]
+    x, rest = x[..., :width], x[..., width:]
+    low, high = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
+    turned = low * cos - high * sin, high * cos + low * sin
+    return torch.cat([torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1), rest], -1)
 
 
 def attend(
@@ -136,11 +138,15 @@ def gated_norm(
     out.copy_(normed * F.silu(gate))
 
 
-def route(logits: Tensor, table: SlotTable, rows: Rows, place: int, pairs: Pairs) -> None:
-    shares, experts = logits.softmax(-1, dtype=torch.float32).topk(pairs.chosen)
+def route(
+    logits: Tensor, correction: Tensor | None, kind: Mixture, table: SlotTable, rows: Rows, place: int, pairs: Pairs
+) -> None:
+    scores = logits.softmax(-1, dtype=torch.float32) if correction is None else logits.sigmoid()
+    experts = (scores if correction is None else scores + correction).topk(kind.chosen).indices
+    shares = scores.gather(-1, experts)
     for row, slot in live_rows(table):
         rows.experts[slot, min(int(rows.count[slot]), rows.new - 1), place] = experts[row].to(rows.experts.dtype)
-    pairs.weight.copy_(shares / shares.sum(-1, keepdim=True))
+    pairs.weight.copy_(shares / (shares.sum(-1, keepdim=True) + 1e-20) * kind.scale)
     pairs.expert.copy_(torch.where((table.slot == table.unused_slot)[:, None], logits.shape[1], experts))
 
 
@@ -159,12 +165,15 @@ def multiply_pairs(x: Tensor, matrices: Tensor, pairs: Pairs, out: Tensor, *, we
 
 
 def merge_experts(
-    parts: Tensor, pairs: Pairs, table: SlotTable, x: Tensor, shared: tuple[Tensor, Tensor] | None, out: Tensor
+    parts: Tensor, pairs: Pairs, table: SlotTable, x: Tensor, shared: tuple[Tensor, Tensor | None] | None, out: Tensor
 ) -> None:
     out.zero_()
     rows = [row for row, _ in live_rows(table)]
     merged = parts.unflatten(0, (-1, pairs.chosen))[rows].float().sum(1).to(out.dtype)
-    out[rows] = merged if shared is None else merged + F.linear(x[rows], shared[1]).sigmoid() * shared[0][rows]
+    own, gate = (None, None) if shared is None else (shared[0][rows], shared[1])
+    if own is not None:
+        merged += own if gate is None else F.linear(x[rows], gate).sigmoid() * own
+    out[rows] = merged
 
 
 def live_rows(table: SlotTable) -> list[tuple[int, int]]:

@@ -44,6 +44,7 @@ Masks = Mask | Mapping[str, Mask] | None  # one for all layers with attention, o
 T = TypeVar("T")
 SOFTCAP = "final_logit_softcapping"
 LOGITS_CHANGED_BY = (SOFTCAP, "logit_scale", "logits_scaling", "lm_head_multiplier")
+SCORE_CAP = "attn_logit_softcapping"  # of attention scores, which no attention here has; of Gemma 2 and VaultGemma
 
 
 class Backbone:
@@ -78,6 +79,7 @@ class Backbone:
         if self.has_states:
             use_forked_states(self.language_model, compiled)
         self.routers = find_routers(self.language_model)
+        patches.use_wide_routers(self.routers)
         patches.use_no_dropout(model)
         patches.use_narrow_embedding_scale(model, self.compute_dtype)
         self.wide_adapters = any(
@@ -318,6 +320,8 @@ def check_supported(model: PreTrainedModel) -> None:
     changed = [name for name in LOGITS_CHANGED_BY if getattr(config, name, None) not in (None, 1.0)]
     reasons = [name for name in changed if name != SOFTCAP or not family.caps_logits]
     reasons += family.explain_unsupported(config)
+    if getattr(config, SCORE_CAP, None):
+        reasons.append("a cap of attention scores")
     if not hasattr(model, "model"):
         reasons.append("its layout (no `model` inside)")
     else:

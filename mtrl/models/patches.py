@@ -194,6 +194,23 @@ def use_narrow_adapters(adapted: Iterable[Any]) -> None:
         layer.cast_input_dtype_enabled = False
 
 
+def use_wide_routers(routers: Iterable[Any]) -> None:
+    """Let routers that correct the scores of experts (GLM-4.5V's) multiply in float32 under autocast, too.
+
+    Why: transformers widens what they multiply, and autocast narrows it again. In bf16 many scores are equal, and which
+    of their experts is chosen is an accident of the engine. Unnecessary once transformers turns autocast off there, as
+    it does for rotary positions.
+    """
+    for router in routers:
+        if hasattr(router, "e_score_correction_bias"):
+            router.forward = MethodType(route_wide, router)
+
+
+def route_wide(router: Any, hidden: Tensor) -> tuple[Tensor, ...]:
+    with torch.autocast(hidden.device.type, enabled=False):
+        return type(router).forward(router, hidden)
+
+
 def use_compiled_pieces(model: nn.Module) -> None:
     """Compile norms, MLPs and rotary positions, each kind once for all layers and lengths.
 

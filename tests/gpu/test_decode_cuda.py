@@ -29,6 +29,8 @@ pytestmark = [
 
 SAMPLED = Sampling(n=4, max_new_tokens=24)
 GREEDY = replace(SAMPLED, n=1, temperature=0)
+# Families with kinds of layers that the embedded model lacks.
+KINDS = ["gemma3", "gemma3_text", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe", "glm4v", "glm4v_moe"]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def engine(backbone, encoder, **more):
     return GraphGenerator(backbone, encoder, ops=triton_ops(), **more)
 
 
-@pytest.mark.parametrize("family", ["zoo", "gemma3", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", ["zoo", *KINDS])
 def test_the_engine_is_chosen_where_it_knows_the_layers(encoder, family):
     backbone = make_backbone() if family == "zoo" else make_tiny(family)
     assert type(make_fastest_generator(backbone, encoder)) is GraphGenerator
@@ -71,10 +73,6 @@ def test_responses_cut_by_their_length_equal_the_plain_engines(encoder, prompts)
         found = decode.generate(prompts, short)
         assert torch.equal(found.tokens, expected.tokens) and set(found.finish_reason) == {"length"}
         torch.testing.assert_close(found.rollout_logprobs, expected.rollout_logprobs, rtol=0, atol=1e-3)
-
-
-# Families with kinds of layers that the model above lacks.
-KINDS = ["gemma3", "gemma3_text", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"]
 
 
 def make_tiny(family, compute=torch.float32):

@@ -13,7 +13,9 @@ from pretraining.tiny_checkpoints import make_tiny_checkpoint
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma3_text"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma3_text", "glm4v", "glm4v_moe"]
+)
 def test_every_check_passes(family, tmp_path, exact_products):
     path = make_tiny_checkpoint(tmp_path / family, family, layers=4)
     findings = list(run_checks(str(path), device="cuda"))

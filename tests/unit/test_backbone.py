@@ -369,6 +369,9 @@ def test_attention_without_mask_support_is_an_error(family):
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
 ODD_MODELS = {
     "final_logit_softcapping, sliding attention": Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=16),
+    "a cap of attention scores": Gemma2Config(
+        **SIZES, num_key_value_heads=2, head_dim=16, final_logit_softcapping=None, layer_types=2 * ["full_attention"]
+    ),
     "logits_scaling": GraniteConfig(**SIZES, logits_scaling=4.0),
     "sliding attention": Starcoder2Config(**SIZES, num_key_value_heads=2, sliding_window=8),
     "an output layer with a bias": PhiConfig(**SIZES),

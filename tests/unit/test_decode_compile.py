@@ -11,7 +11,8 @@ import pytest
 from sources import ROOT, SOURCES, nodes
 
 pytest.importorskip("triton")
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3_text", "qwen3_5_moe")  # with all kinds of layers between them
+# With all kinds of layers between them.
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3_text", "qwen3_5_moe", "glm4v", "glm4v_moe")
 
 
 def kernels():

@@ -1,6 +1,7 @@
 """The kernels of mixtures of experts against plain torch."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from mtrl.rollout.decode.buffers import Pairs, Rows, SlotTable
 from mtrl.rollout.decode.layers import Mixture
 
 KIND = Mixture(experts=5, chosen=2, inner=24, shared=0)
+SIGMOID = replace(KIND, sigmoid=True, scale=2.5)
 HIDDEN, ROWS, LIVE = 40, 16, [5, 0, 9, 3, 11]  # rows of a step, and the slots of its first ones
 LAYERS = 3  # that have a mixture
 
@@ -38,19 +40,24 @@ def empty_pairs(dtype=torch.float32):
     return Pairs(empty(*chosen), empty(*chosen, dtype=dtype), empty(ROWS * KIND.chosen), empty(KIND.experts + 1))
 
 
-def routed(ops, dtype=torch.float32, seed=0):
+def random_scores(kind, dtype=torch.float32):
+    """Logits, and a correction if the router has one."""
+    torch.manual_seed(0)
+    return 3 * noise(ROWS, kind.experts, dtype=dtype), noise(kind.experts) if kind.sigmoid else None
+
+
+def routed(ops, dtype=torch.float32, kind=KIND):
     """Rows that were routed, and their pairs in order."""
-    torch.manual_seed(seed)
-    rows, pairs = Rows(ROOM, DEVICE, [KIND] * LAYERS), empty_pairs(dtype)
+    rows, pairs = Rows(ROOM, DEVICE, [kind] * LAYERS), empty_pairs(dtype)
     rows.count[: ROOM.slots] = torch.arange(ROOM.slots).int() % ROOM.new
-    ops.route(3 * noise(ROWS, KIND.experts, dtype=dtype), slot_table(), rows, 1, pairs)
+    ops.route(*random_scores(kind, dtype), kind, slot_table(), rows, 1, pairs)
     ops.order_pairs(pairs)
     return rows, pairs
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_routes_and_their_order(dtype):
-    (rows, found), (twin, expected) = routed(kernels, dtype), routed(plain, dtype)
+@pytest.mark.parametrize("dtype, kind", [*((each, KIND) for each in DTYPES), (torch.float32, SIGMOID)], ids=str)
+def test_routes_and_their_order(dtype, kind):
+    (rows, found), (twin, expected) = routed(kernels, dtype, kind), routed(plain, dtype, kind)
     for name in ("expert", "order", "start"):
         ours, theirs = (getattr(each, name) for each in (found, expected))
         if name == "expert":
@@ -63,6 +70,18 @@ def test_routes_and_their_order(dtype):
         assert rows.experts[slot, int(rows.count[slot]), 1].tolist() == found.expert[row].tolist()
     assert int(rows.experts[:, :, [0, 2]].sum()) == 0, "other layers are left alone"
     assert found.start[-1] == len(LIVE) * KIND.chosen
+
+
+@pytest.mark.parametrize("ops", [kernels, plain], ids=["kernel", "twin"])
+def test_a_correction_chooses_experts_and_does_not_weigh_them(ops):
+    (_, pairs), (logits, correction) = routed(ops, kind=SIGMOID), random_scores(SIGMOID)
+    live, scores = len(LIVE), logits.sigmoid()
+    for each, chosen in zip(scores[:live], pairs.expert[:live].tolist(), strict=True):
+        assert set(chosen) == set((each + correction).argsort(descending=True)[:2].tolist())
+    weights = scores[:live].gather(1, pairs.expert[:live].long())
+    close(pairs.weight[:live], 2.5 * weights / weights.sum(1, keepdim=True))
+    without = scores[:live].topk(2).indices.sort().values
+    assert not torch.equal(pairs.expert[:live].sort().values.long(), without), "it matters"
 
 
 def test_more_pairs_and_experts_than_a_program_orders():
@@ -94,12 +113,14 @@ def test_products_of_the_experts_in_use(dtype):
         assert not found[live:].any(), "rows without a response cost no product"
 
 
-@pytest.mark.parametrize("has_shared", [True, False])
+@pytest.mark.parametrize("shared", ["gated", "plain", "none"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_merge_experts(dtype, has_shared):
+def test_merge_experts(dtype, shared):
+    """Without a gate as in GLM, whose pairs are summed before they are rounded."""
     _, pairs = routed(plain, dtype)
-    parts, x = noise(ROWS * KIND.chosen, HIDDEN, dtype=dtype), noise(ROWS, HIDDEN, dtype=dtype)
-    shared = (noise(ROWS, HIDDEN, dtype=dtype), noise(1, HIDDEN, dtype=dtype)) if has_shared else None
+    parts = noise(ROWS * KIND.chosen, HIDDEN, dtype=torch.float32 if shared == "plain" else dtype)
+    x, own, gate = noise(ROWS, HIDDEN, dtype=dtype), noise(ROWS, HIDDEN, dtype=dtype), noise(1, HIDDEN, dtype=dtype)
+    shared = {"gated": (own, gate), "plain": (own, None), "none": None}[shared]
     made = []
     for ops in (kernels, plain):
         made.append(torch.full((ROWS, HIDDEN), torch.nan, dtype=dtype, device=DEVICE))

@@ -21,6 +21,7 @@ kernels = SimpleNamespace(**vars(layer_kernels) | vars(sampling_kernels))
 HIDDEN, INNER, VOCABULARY, NORM = 24, 40, 200, Norm(1e-6)  # none of them is a power of two
 KIND = Attention(heads=6, key_heads=2, head_dim=16, rotary=16, scale=0.25)  # 3 query heads share a key head
 GATED = replace(KIND, gated=True, rotary=8)
+NEIGHBOURS = replace(KIND, interleaved=True)
 NORMS = [NORM, replace(NORM, one_plus=True)]
 
 
@@ -55,7 +56,9 @@ def test_embed_norm(dtype, norm, scale):
     close(made[0][1], made[1][1], dtype)
 
 
-@pytest.mark.parametrize("norm, has_after", zip(NORMS, [False, True], strict=True), ids=["", "after"])
+@pytest.mark.parametrize(
+    "norm, has_after", [(NORM, False), (NORM, True), (NORMS[1], True)], ids=["", "after", "1 + weight"]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_add_norm(dtype, norm, has_after):
     """With a norm of the update, too, and norms that multiply by 1 + weight."""
@@ -95,8 +98,14 @@ def attention_weights(bias, norms):
 
 @pytest.mark.parametrize(
     "bias, norms, norm, kind",
-    [(True, False, NORM, KIND), (False, True, NORM, KIND), (False, True, NORMS[1], GATED)],
-    ids=["biased", "normed", "gated, of partial rotary positions"],
+    [
+        (True, False, NORM, KIND),
+        (False, True, NORM, KIND),
+        (False, True, NORMS[1], GATED),
+        (True, False, NORM, NEIGHBOURS),
+        (True, False, NORM, replace(NEIGHBOURS, rotary=8)),
+    ],
+    ids=["biased", "normed", "gated, of partial rotary positions", "of neighbours", "of some neighbours"],
 )
 def test_rotate_write(bias, norms, norm, kind):
     rows, slot, given = running_rows(), shuffled_slots(), attention_weights(bias, norms)

@@ -19,6 +19,7 @@ from mtrl.models.adapters import (
     add_adapters,
     save_adapters,
 )
+from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder, load_model_config
 from mtrl.models.load_model import load_model
 from mtrl.models.processors import load_processor
@@ -120,6 +121,19 @@ def test_the_experts_of_every_layer_but_the_dense_one_are_recorded(mixture):
         model(input_ids=torch.arange(20, 40)[None])
     chosen = recorder.take(1, model.device)
     assert chosen.shape == (1, 20, 2, 2) and set(chosen.unique().tolist()) == {0, 1, 2, 3}
+
+
+def test_routers_multiply_in_float32_whatever_the_products_of_a_model(mixture):
+    """By autocast they would be in bf16, in which many scores are equal."""
+    backbone, found = Backbone(load_model(mixture), torch.bfloat16), []
+    for router in backbone.routers:
+        router.register_forward_hook(lambda router, inputs, output: found.append((router, *inputs, *output)))
+    with torch.no_grad():
+        backbone.forward_text(torch.arange(20, 84)[None], torch.arange(64).expand(3, 1, 64))
+    assert len(found) == 2
+    for router, hidden, logits, weights, _ in found:
+        assert weights.dtype == torch.float32
+        assert torch.equal(logits, nn.functional.linear(hidden.flatten(0, -2).float(), router.weight))
 
 
 def test_vllm_is_refused_where_it_would_leave_out_biases(tmp_path):

@@ -85,9 +85,10 @@ class RecurrentBlock:
 
 
 class MlpBlock:
-    def __init__(self, space: Workspace, kind: Mlp) -> None:
+    def __init__(self, space: Workspace, kind: Mlp, of: str = "") -> None:
+        """`of`: whose memory it is; an MLP of another width has its own."""
         self.space, self.kind = space, kind
-        self.both, self.inner = space.empty("both", 2 * kind.inner), space.empty("inner", kind.inner)
+        self.both, self.inner = space.empty(f"{of}both", 2 * kind.inner), space.empty(f"{of}inner", kind.inner)
 
     def run(self, i: int, x: Tensor, out: Tensor) -> None:
         weights = self.space.weights.layers[i].mlp
@@ -106,29 +107,30 @@ class MixtureBlock:
     def __init__(self, space: Workspace, kind: Mixture) -> None:
         self.space, self.kind, scratch, rows = space, kind, space.buffers.scratch, space.rows
         self.place = {i: place for place, i in enumerate(space.weights.shape.mixtures)}
-        self.logits = space.empty("routed", kind.experts)
+        hidden, routed = space.weights.shape.hidden, torch.float32 if kind.sigmoid else space.weights.dtype
+        self.wide = space.empty("routed x", hidden, dtype=routed) if routed != space.weights.dtype else None
+        self.logits = space.empty("routed", kind.experts, dtype=routed)
         self.pairs = Pairs(
             space.empty("expert", kind.chosen, dtype=torch.int32),
-            space.empty("expert weight", kind.chosen),
+            space.empty("expert weight", kind.chosen, dtype=routed),
             scratch("order", torch.int32, rows * kind.chosen),
             scratch("start", torch.int32, kind.experts + 1),
         )
-        self.both, self.inner, self.parts = (
+        self.both, self.inner = (
             scratch(name, space.weights.dtype, rows * kind.chosen, width)
-            for name, width in (
-                ("expert both", 2 * kind.inner), ("expert inner", kind.inner), ("parts", space.weights.shape.hidden)
-            )
-        )  # fmt: skip
+            for name, width in (("expert both", 2 * kind.inner), ("expert inner", kind.inner))
+        )
+        self.parts = scratch("parts", routed, rows * kind.chosen, hidden)  # products with the pairs' weights
         self.shared: tuple[MlpBlock, Tensor] | None = None
         if kind.shared:
-            mlp = MlpBlock(space, Mlp(kind.shared, kind.activation))
-            self.shared = mlp, space.empty("shared", space.weights.shape.hidden)
+            mlp = MlpBlock(space, Mlp(kind.shared, kind.activation), "shared ")
+            self.shared = mlp, space.empty("shared", hidden)
 
     def run(self, i: int, x: Tensor, out: Tensor) -> None:
         space, do, pairs, table = self.space, self.space.do, self.pairs, self.space.slot_table
         weights: Any = space.weights.layers[i].mlp
-        space.multiply(x, weights.router, self.logits)
-        do.route(self.logits, table, space.buffers.rows, self.place[i], pairs)
+        space.multiply(x if self.wide is None else self.wide.copy_(x), weights.router, self.logits)
+        do.route(self.logits, weights.correction, self.kind, table, space.buffers.rows, self.place[i], pairs)
         do.order_pairs(pairs)
         do.multiply_pairs(x, weights.gate_up, pairs, self.both, weighted=False)
         do.gate_mul(self.both, self.inner, self.kind.activation)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtrl.rollout.decode.buffers import Pairs, Rows, SlotTable, power_of_two
+from mtrl.rollout.decode.layers import Mixture
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -23,30 +24,37 @@ MOST_PAIRS = 64  # of an expert at a time
 
 @triton.jit
 def route_kernel(
-    logits, slot, count, expert, weight, routed, unused_slot, new, place,
-    E: tl.constexpr, EB: tl.constexpr, TOP: tl.constexpr, TB: tl.constexpr, LAYERS: tl.constexpr,
+    logits, correction, slot, count, expert, weight, routed, unused_slot, new, place, scale,
+    E: tl.constexpr, EB: tl.constexpr, TOP: tl.constexpr, TB: tl.constexpr, LAYERS: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
-    """The experts of a row and their weights: the highest probabilities, divided by their sum. They are recorded for
-    the token that follows."""
+    """The experts of a row and their weights: the highest probabilities, divided by their sum; or (SIGMOID) the scores,
+    of experts whose corrected scores are the highest. They are recorded for the token that follows."""
     r = tl.program_id(0)
     s = tl.load(slot + r)
     e, t = tl.arange(0, EB), tl.arange(0, TB)
     real = e < E
     x = tl.load(logits + r * E + e, mask=real, other=float("-inf"))
     wide = x.to(tl.float32)
-    p = tl.exp(wide - tl.max(wide, 0))
-    p = tl.where(real, p / tl.sum(p, 0), -1.0)
+    if SIGMOID:
+        p = 1 / (1 + tl.exp(-wide))
+        ranked = p + tl.load(correction + e, mask=real, other=0.0)
+    else:
+        p = tl.exp(wide - tl.max(wide, 0))
+        p = p / tl.sum(p, 0)
+        ranked = p
+    ranked = tl.where(real, ranked, float("-inf"))
     chosen, shares = tl.full([TB], E, tl.int32), tl.zeros([TB], tl.float32)
     for j in tl.static_range(TOP):
-        best = tl.minimum(tl.argmax(p, 0), E - 1)
+        best = tl.minimum(tl.argmax(ranked, 0), E - 1)
         chosen = tl.where(t == j, best, chosen)
         shares = tl.where(t == j, tl.sum(tl.where(e == best, p, 0.0), 0), shares)
-        p = tl.where(e == best, -1.0, p)
+        ranked = tl.where(e == best, float("-inf"), ranked)
     i = tl.minimum(tl.load(count + s), new - 1)
     row = routed + ((s.to(tl.int64) * new + i) * LAYERS + place) * TOP
     tl.store(row + t, chosen.to(routed.dtype.element_ty), mask=t < tl.where(s != unused_slot, TOP, 0))
     tl.store(expert + r * TOP + t, tl.where(s == unused_slot, E, chosen), mask=t < TOP)
-    tl.store(weight + r * TOP + t, (shares / tl.sum(shares, 0)).to(x.dtype), mask=t < TOP)
+    shares = shares / (tl.sum(shares, 0) + 1e-20) * scale  # scores may all be 0
+    tl.store(weight + r * TOP + t, shares.to(weight.dtype.element_ty), mask=t < TOP)
 
 
 @triton.jit
@@ -86,7 +94,7 @@ def multiply_pairs_kernel(
     e = tl.program_id(0)
     low, high = tl.load(start + e), tl.load(start + e + 1)
     n, m = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, M)
-    dtype = out.dtype.element_ty
+    dtype = x.dtype.element_ty
     matrix = matrices + e.to(tl.int64) * N * K
     for first in range(low, high, M):
         live = first + m < high
@@ -99,16 +107,17 @@ def multiply_pairs_kernel(
             total = tl.dot(a, b.T, total, input_precision="ieee")
         y = total.to(dtype)
         if WEIGHTED:
-            y = (y.to(tl.float32) * tl.load(weight + pair, mask=live, other=0.0).to(tl.float32)[:, None]).to(dtype)
+            y = y.to(tl.float32) * tl.load(weight + pair, mask=live, other=0.0).to(tl.float32)[:, None]
+            y = y.to(out.dtype.element_ty)
         tl.store(out + pair[:, None] * N + n[None, :], y, mask=live[:, None] & (n < N)[None, :])
 
 
 @triton.jit
 def merge_experts_kernel(
     parts, slot, x, shared, gate, out, unused_slot,
-    H: tl.constexpr, HB: tl.constexpr, TOP: tl.constexpr, SHARED: tl.constexpr,
+    H: tl.constexpr, HB: tl.constexpr, TOP: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """The sum of a row's pairs, in float32, plus (SHARED) the shared expert times the sigmoid of its gate."""
+    """The sum of a row's pairs, in float32, plus (SHARED) the shared expert, times the sigmoid of its gate (GATED)."""
     r = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HB)
     dtype = out.dtype.element_ty
@@ -118,22 +127,26 @@ def merge_experts_kernel(
         total += tl.load(parts + (r * TOP + j) * H + h, mask=real, other=0.0).to(tl.float32)
     y = total.to(dtype)
     if SHARED:
-        read = tl.load(x + r * H + h, mask=real, other=0.0).to(tl.float32)
-        opened = tl.sum(read * tl.load(gate + h, mask=real, other=0.0).to(tl.float32), 0).to(dtype).to(tl.float32)
-        opened = (1 / (1 + tl.exp(-opened))).to(dtype).to(tl.float32)
-        own = (tl.load(shared + r * H + h, mask=real, other=0.0).to(tl.float32) * opened).to(dtype)
+        own = tl.load(shared + r * H + h, mask=real, other=0.0)
+        if GATED:
+            read = tl.load(x + r * H + h, mask=real, other=0.0).to(tl.float32)
+            opened = tl.sum(read * tl.load(gate + h, mask=real, other=0.0).to(tl.float32), 0).to(dtype).to(tl.float32)
+            opened = (1 / (1 + tl.exp(-opened))).to(dtype).to(tl.float32)
+            own = (own.to(tl.float32) * opened).to(dtype)
         y = (y.to(tl.float32) + own.to(tl.float32)).to(dtype)
     tl.store(out + r * H + h, y, mask=h < H)
 
 
 # ------------------------------------------------------------------------------------------------------------ launching
-def route(logits: Tensor, table: SlotTable, rows: Rows, place: int, pairs: Pairs) -> None:
+def route(
+    logits: Tensor, correction: Tensor | None, kind: Mixture, table: SlotTable, rows: Rows, place: int, pairs: Pairs
+) -> None:
     """`place`: of the layer, among those with a mixture."""
-    count, experts = logits.shape
-    route_kernel[(count,)](
-        logits, table.slot, rows.count, pairs.expert, pairs.weight, rows.experts, table.unused_slot, rows.new, place,
-        E=experts, EB=power_of_two(experts), TOP=pairs.chosen, TB=power_of_two(pairs.chosen),
-        LAYERS=rows.experts.shape[2], num_warps=1,
+    route_kernel[(len(logits),)](
+        logits, logits if correction is None else correction, table.slot, rows.count, pairs.expert, pairs.weight,
+        rows.experts, table.unused_slot, rows.new, place, kind.scale, E=kind.experts, EB=power_of_two(kind.experts),
+        TOP=kind.chosen, TB=power_of_two(kind.chosen), LAYERS=rows.experts.shape[2], SIGMOID=correction is not None,
+        num_warps=1,
     )  # fmt: skip
 
 
@@ -157,12 +170,12 @@ def multiply_pairs(x: Tensor, matrices: Tensor, pairs: Pairs, out: Tensor, *, we
 
 
 def merge_experts(
-    parts: Tensor, pairs: Pairs, table: SlotTable, x: Tensor, shared: tuple[Tensor, Tensor] | None, out: Tensor
+    parts: Tensor, pairs: Pairs, table: SlotTable, x: Tensor, shared: tuple[Tensor, Tensor | None] | None, out: Tensor
 ) -> None:
     """`shared`: what the shared expert says of x, and the weight of its gate."""
     rows, width = out.shape
-    own, gate = (x, x) if shared is None else shared
+    own, gate = (x, None) if shared is None else shared
     merge_experts_kernel[(rows,)](
-        parts, table.slot, x, own, gate, out, table.unused_slot, H=width, HB=power_of_two(width), TOP=pairs.chosen,
-        SHARED=shared is not None,
+        parts, table.slot, x, own, x if gate is None else gate, out, table.unused_slot, H=width,
+        HB=power_of_two(width), TOP=pairs.chosen, SHARED=shared is not None, GATED=gate is not None,
     )  # fmt: skip

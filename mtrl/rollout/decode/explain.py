@@ -20,7 +20,11 @@ from mtrl.rollout.decode.layers import (
 # By the `model_type` of the language model's config: those whose code in transformers was read and computes what
 # `layers.py` can say, and nothing more. Modules alone do not tell: a factor on the residual is no module.
 READ = ("qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3", "qwen3_vl_text", "llama", "mistral", "gemma3_text",
-        "qwen3_5_text", "qwen3_5_moe_text", "qwen3_vl_moe_text")  # fmt: skip
+        "qwen3_5_text", "qwen3_5_moe_text", "qwen3_vl_moe_text", "glm4v_text", "glm4v_moe_text")  # fmt: skip
+FAR = {  # read, too, and what they have is no kind of `layers.py`
+    "gemma4_text": "norms of values, keys that are values or those of earlier layers, embeddings for every layer, a "
+    "factor on each layer's output, and a cap of the logits",
+}
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # their frequencies do not depend on the length
 
 
@@ -28,7 +32,8 @@ def explain_unsupported(language_model: Any, head: nn.Module) -> str | None:
     """Why the kernels would compute this model wrongly; None if they are right. `head`: its output layer."""
     config = language_model.config
     if config.model_type not in READ:
-        return f"the layers of the family {config.model_type!r} are not supported"
+        has = f": they have {FAR[config.model_type]}" if config.model_type in FAR else ""
+        return f"the layers of the family {config.model_type!r} are not supported{has}"
     widths = [*head_widths(config)]
     if RECURRENT in layer_kinds(config):
         widths += [config.linear_key_head_dim, config.linear_value_head_dim]
@@ -37,8 +42,6 @@ def explain_unsupported(language_model: Any, head: nn.Module) -> str | None:
             return f"heads of {width} numbers: the kernels take powers of two from 16"
     if (activation := activation_name(config)) not in ACTIVATIONS:
         return f"an MLP with {activation}"
-    if getattr(config, "attn_logit_softcapping", None):
-        return "a cap of attention scores"
     parameters = getattr(config, "rope_parameters", None) or {}
     by_kind = [each for each in parameters.values() if isinstance(each, dict)]
     for rotary in [each.get("rope_type", "default") for each in by_kind or [parameters]]:
@@ -71,6 +74,10 @@ def _explain_experts(mlp: Any) -> str | None:
     parts = [getattr(mlp.experts, name, None) for name in ("gate_up_proj", "down_proj")]
     if not all(isinstance(part, nn.Parameter) for part in parts) or hasattr(mlp.experts, "base_layer"):
         return f"the experts are a {_kind(mlp.experts)}: one tensor for all is supported, without adapters"
+    if getattr(mlp.gate, "num_group", 1) > 1:
+        return "a router that chooses groups of experts first"
+    if not getattr(mlp.gate, "norm_topk_prob", True):
+        return "weights of experts that are not divided by their sum"
     gate = getattr(mlp, "shared_expert_gate", None)
     if gate is not None and type(gate) is not nn.Linear:
         return f"the gate of the shared expert is a {_kind(gate)}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mtrl.models.families import find_family
 from mtrl.rollout.decode.arena import make_arena, round_up
@@ -16,12 +16,14 @@ from mtrl.rollout.decode.explain import explain_unsupported
 from mtrl.rollout.decode.layers import (
     base_layer,
     decoder_shape,
+    gate_and_up,
     has_experts,
-    has_norms_after,
+    layer_norms,
     lora_adapters,
-    mlp_norm,
     projections,
     rotary_frequencies,
+    router_correction,
+    shared_expert,
 )
 
 ALIGNED = 8  # the rank of adapters is rounded up to it, since products with odd rows are slow
@@ -75,12 +77,13 @@ class MlpWeights:
 @dataclass(frozen=True)
 class SharedExpert:
     mlp: MlpWeights
-    gate: Tensor  # [1, hidden]
+    gate: Tensor | None  # [1, hidden]
 
 
 @dataclass(frozen=True)
 class MixtureWeights:
     router: Projection
+    correction: Tensor | None  # [experts] float32
     gate_up: Tensor  # [experts, 2 inner, hidden]
     down: Tensor  # [experts, hidden, inner]
     shared: SharedExpert | None
@@ -109,8 +112,8 @@ class DecodeWeights:
         if why := explain_unsupported(lm, model.get_output_embeddings()):
             raise ValueError(f"this engine cannot decode with the model: {why}")
         self.dtype, self.arena = dtype, make_arena(model.device)
-        self.copied: list[tuple[Tensor, nn.Parameter]] = []  # a copy, and its parameter
-        self.shared: list[tuple[Tensor, nn.Parameter]] = []
+        self.copied: list[tuple[Tensor, Tensor]] = []  # a copy, and its parameter
+        self.shared: list[tuple[Tensor, Tensor]] = []
         self.scaled: list[tuple[Tensor, Any]] = []  # a scaled copy, and the projection whose adapter it is
         self.padded: list[Tensor] = []  # tensors that have zeros around their copies
         self._modules = lm.layers
@@ -129,14 +132,14 @@ class DecodeWeights:
         self.refresh()
 
     def _layer(self, layer: Any) -> DecodeLayer:
-        after = has_norms_after(layer)
+        norms = layer_norms(layer)
         return DecodeLayer(
-            norm=self._follow(layer.input_layernorm.weight),
+            norm=self._follow(norms.mixer.weight),
             mixer=self._mixer(layer),
-            mlp_norm=self._follow(mlp_norm(layer).weight),
+            mlp_norm=self._follow(norms.mlp.weight),
             mlp=self._mixture(layer.mlp) if has_experts(layer.mlp) else self._mlp(layer.mlp),
-            after_mixer=self._follow(layer.post_attention_layernorm.weight) if after else None,
-            after_mlp=self._follow(layer.post_feedforward_layernorm.weight) if after else None,
+            after_mixer=None if norms.after_mixer is None else self._follow(norms.after_mixer.weight),
+            after_mlp=None if norms.after_mlp is None else self._follow(norms.after_mlp.weight),
         )
 
     def _mixer(self, layer: Any) -> AttentionWeights | RecurrenceWeights:
@@ -167,19 +170,24 @@ class DecodeWeights:
         )
 
     def _mlp(self, module: Any) -> MlpWeights:
-        return MlpWeights(self._projection(module.gate_proj, module.up_proj), self._projection(module.down_proj))
+        return MlpWeights(self._projection(*gate_and_up(module)), self._projection(module.down_proj))
 
     def _mixture(self, module: Any) -> MixtureWeights:
-        has_shared = hasattr(module, "shared_expert")
+        correction = router_correction(module.gate)
+        wide = None if correction is None else torch.float32  # as the model multiplies
         return MixtureWeights(
-            router=Projection(self._follow(module.gate.weight)),
+            router=Projection(self._follow(module.gate.weight, dtype=wide)),
+            correction=None if correction is None else self._follow(correction, dtype=wide),
             gate_up=self._follow(module.experts.gate_up_proj),
             down=self._follow(module.experts.down_proj),
-            shared=self._shared_expert(module) if has_shared else None,
+            shared=self._shared_expert(module),
         )
 
-    def _shared_expert(self, module: Any) -> SharedExpert:
-        return SharedExpert(self._mlp(module.shared_expert), self._follow(module.shared_expert_gate.weight))
+    def _shared_expert(self, module: Any) -> SharedExpert | None:
+        mlp, gate = shared_expert(module), getattr(module, "shared_expert_gate", None)
+        if mlp is None:
+            return None
+        return SharedExpert(self._mlp(mlp), None if gate is None else self._follow(gate.weight))
 
     def _projection(self, *linears: Any) -> Projection:
         return Projection(self._follow(*(base_layer(each).weight for each in linears)), self._adapter(*linears))
@@ -203,7 +211,7 @@ class DecodeWeights:
             row, column = row + len(weight), column + width
         return LowRank(low, up)
 
-    def _follow(self, *parameters: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor:
+    def _follow(self, *parameters: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """One tensor that holds these parameters, one after the other."""
         dtype = dtype or self.dtype
         same = all(each.dtype == dtype for each in parameters)

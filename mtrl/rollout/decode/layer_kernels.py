@@ -118,11 +118,12 @@ def _rotated(
 def rotate_write_kernel(
     qkv, bias, q_norm, k_norm, cos, sin, slot, kv_index, position, query, keys, values, eps,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, SHARE: tl.constexpr, SHARE_B: tl.constexpr,
-    HALF_B: tl.constexpr, ROTARY: tl.constexpr, QD: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
-    ONE_PLUS: tl.constexpr,
+    HALF_B: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, QD: tl.constexpr, BIAS: tl.constexpr,
+    NORM: tl.constexpr, ONE_PLUS: tl.constexpr,
 ):  # fmt: skip
     """One row and one key head: bias, norm and rotary positions; keys and values go into the cache at the kv_index. The
-    numbers of a head are read as pairs, which are rotated, or by no angle where they are not among the first ROTARY."""
+    numbers of a head are read as pairs, which are rotated, or by no angle where they are not among the first ROTARY. A
+    pair has a number of each half of these, or (INTERLEAVED) two neighbours."""
     r, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dtype = query.dtype.element_ty
     HALF: tl.constexpr = D // 2
@@ -135,6 +136,9 @@ def rotate_write_kernel(
         turned = c < ROTARY // 2
         c1 = tl.where(turned, c, c + ROTARY // 2)
         c2 = tl.where(turned, c + ROTARY // 2, c + HALF)
+    if INTERLEAVED:
+        c1 = tl.where(turned, 2 * c, c1)
+        c2 = tl.where(turned, 2 * c + 1, c2)
     co = tl.load(cos + angle + c, mask=turned, other=1.0).to(tl.float32)[None, :]
     si = tl.load(sin + angle + c, mask=turned, other=0.0).to(tl.float32)[None, :]
     row = r * (HQ * QD + 2 * HKV * D)
@@ -336,8 +340,8 @@ def rotate_write(
     rotate_write_kernel[(len(slot), kind.key_heads)](
         qkv, bias, query_norm, key_norm, *angles, slot, rows.kv_index, rows.position, query, keys, values, norm.eps,
         HQ=kind.heads, HKV=kind.key_heads, D=kind.head_dim, SHARE=kind.share, SHARE_B=power_of_two(kind.share),
-        HALF_B=power_of_two(kind.head_dim // 2), ROTARY=kind.rotary, QD=kind.query_dim, BIAS=weights.bias is not None,
-        NORM=weights.query_norm is not None, ONE_PLUS=norm.one_plus,
+        HALF_B=power_of_two(kind.head_dim // 2), ROTARY=kind.rotary, INTERLEAVED=kind.interleaved, QD=kind.query_dim,
+        BIAS=weights.bias is not None, NORM=weights.query_norm is not None, ONE_PLUS=norm.one_plus,
     )  # fmt: skip
 
 

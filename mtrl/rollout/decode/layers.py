@@ -15,12 +15,15 @@ from torch import Tensor, nn
 
 from mtrl.models.layer_kinds import RECURRENT, layer_kinds, make_mask_rules
 
+MLP = ("gate_proj", "up_proj", "down_proj")
 LINEAR = {  # the projections of each block
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "linear_attn": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-    "mlp.shared_expert": ("gate_proj", "up_proj", "down_proj"),
+    "mlp": MLP,
+    "mlp.shared_expert": MLP,
+    "mlp.shared_experts": MLP,
 }
+FUSED = "gate_up_proj"  # instead of the first two of an MLP
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Attention:
     scale: float  # of the products of queries and keys
     rotary: int  # the first numbers of a head, which are rotated
     positions: str = ""  # the kind of layers whose rotary positions it has
+    interleaved: bool = False  # neighbours are rotated together, not a number of each half
     gated: bool = False  # a head's output is multiplied by the sigmoid of numbers that are projected with its queries
     window: int | None = None  # the last tokens that it sees, the own one among them; None: all
 
@@ -97,6 +101,8 @@ class Mixture:
     inner: int
     shared: int  # width of the expert that every token has; 0: none
     activation: str = "silu"
+    sigmoid: bool = False  # the router scores each expert alone, in float32, and a correction is added for the choice
+    scale: float = 1.0  # of the weights of chosen experts, whose sum is 1 before
 
 
 @dataclass(frozen=True)
@@ -142,6 +148,7 @@ class Shape:
 # By the names of transformers: those that the kernels have.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 ONE_PLUS = ("gemma3_text", "qwen3_5_text", "qwen3_5_moe_text")  # models whose norms multiply by 1 + weight
+INTERLEAVED = ("glm4v_text",)  # models whose rotary positions rotate neighbours
 
 
 def decoder_shape(language_model: Any) -> Shape:
@@ -172,6 +179,7 @@ def _read_mixer(language_model: Any, layer: Any, kind: str) -> Attention | Recur
         scale=module.scaling,
         rotary=2 * len(rotary_frequencies(language_model, kind)[0]),
         positions=kind,
+        interleaved=language_model.config.model_type in INTERLEAVED,
         gated=_out_features(module.q_proj) == 2 * outputs,
         window=rules[kind].window,
     )
@@ -191,22 +199,57 @@ def rotary_frequencies(language_model: Any, kind: str) -> tuple[Tensor, float]:
     return frequencies.float(), float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
 
 
-def mlp_norm(layer: Any) -> Any:
-    """The norm before the MLP. Where blocks have norms after them, `post_attention_layernorm` is one of those."""
-    return layer.pre_feedforward_layernorm if has_norms_after(layer) else layer.post_attention_layernorm
+class LayerNorms(NamedTuple):
+    """The norms of a layer; those after its blocks are None in most models."""
+
+    mixer: Any
+    after_mixer: Any
+    mlp: Any
+    after_mlp: Any
 
 
-def has_norms_after(layer: Any) -> bool:
-    return hasattr(layer, "post_feedforward_layernorm")
+def layer_norms(layer: Any) -> LayerNorms:
+    """`post_attention_layernorm` is the norm before the MLP, or in Gemma that after attention."""
+    first, second = layer.input_layernorm, layer.post_attention_layernorm
+    if hasattr(layer, "post_feedforward_layernorm"):
+        return LayerNorms(first, second, layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm)
+    after_mixer, after_mlp = (getattr(layer, f"post_{block}_layernorm", None) for block in ("self_attn", "mlp"))
+    return LayerNorms(first, after_mixer, second, after_mlp)
 
 
 def _read_mlp(module: Any, activation: str) -> Mlp | Mixture:
     if not has_experts(module):
-        return Mlp(_out_features(module.gate_proj), activation)
+        return Mlp(_inner_width(module), activation)
     experts, _, inner = module.experts.down_proj.shape
-    shared = getattr(module, "shared_expert", None)
-    width = 0 if shared is None else _out_features(shared.gate_proj)
-    return Mixture(experts, module.gate.top_k, inner, width, activation)
+    shared, router = shared_expert(module), module.gate
+    return Mixture(
+        experts,
+        router.top_k,
+        inner,
+        shared=0 if shared is None else _inner_width(shared),
+        activation=activation,
+        sigmoid=router_correction(router) is not None,
+        scale=float(getattr(router, "routed_scaling_factor", 1.0)),
+    )
+
+
+def gate_and_up(mlp: Any) -> list[Any]:
+    """The projections of an MLP's input: one of each, or one of both."""
+    return [mlp.gate_up_proj] if hasattr(mlp, FUSED) else [mlp.gate_proj, mlp.up_proj]
+
+
+def _inner_width(mlp: Any) -> int:
+    return sum(map(_out_features, gate_and_up(mlp))) // 2
+
+
+def shared_expert(mlp: Any) -> Any:
+    """The MLP that every token has in a mixture of experts; None if there is none."""
+    return getattr(mlp, "shared_expert", getattr(mlp, "shared_experts", None))
+
+
+def router_correction(router: Any) -> Tensor | None:
+    """What a router adds to the scores of experts to choose some of them; None if it chooses by a softmax."""
+    return getattr(router, "e_score_correction_bias", None)
 
 
 def has_experts(mlp: Any) -> bool:
@@ -233,7 +276,8 @@ def projections(layer: Any) -> Iterator[tuple[str, Any]]:
         for part in block.split("."):
             module = getattr(module, part, None)
         if module is not None and not has_experts(module):
-            yield from ((name, getattr(module, name, None)) for name in names)
+            present = (FUSED, names[-1]) if hasattr(module, FUSED) else names
+            yield from ((name, getattr(module, name, None)) for name in present)
 
 
 def base_layer(linear: Any) -> Any:
