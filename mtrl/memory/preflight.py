@@ -124,7 +124,7 @@ def longest_rollouts(encoder: PromptEncoder, limits: Limits, prompts: int) -> Ro
 
 def show_originals(rollouts: Rollouts, needs: Needs) -> Views:
     """The original images as stand-ins for every other view, which has as many tokens."""
-    return {name: [prompt.media for prompt in rollouts.prompts] for name in needs.other_views}
+    return {name: [prompt.media for prompt in rollouts.encoded] for name in needs.other_views}
 
 
 def half_pass_tokens(limits: Limits, encoder: PromptEncoder, phase: str) -> int | None:

@@ -113,11 +113,11 @@ class LocalActor:
         return self.forward.start_signals(rollouts, needs, self._show(needs.other_views, rollouts, step))
 
     def _show(self, names: Iterable[str], rollouts: Rollouts, step: int | None) -> dict[str, Media]:
-        """The media of all prompts under these views."""
+        """All media under these views."""
         views: dict[str, Media] = {}
         for name in names:
             assert step is not None, "a step keys the views"
-            views[name] = [self.views.media(name, prompt, step) for prompt in rollouts.prompts]
+            views[name] = [self.views.media(name, prompt, step) for prompt in rollouts.encoded]
         return views
 
     # ------------------------------------------------------------------------------------------------------ updating
