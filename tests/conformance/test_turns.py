@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import (
@@ -12,15 +13,13 @@ from tiny_models import (
     get_encoder,
     plain_log_probs,
     plain_model,
-    prompt,
-    prompts_for,
     random_rollouts,
     shared_backbone,
 )
 
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
-from mtrl.types import EnvironmentTurn, Needs, Observations
+from mtrl.types import EnvironmentTurn, Medium, Needs, Observations, Task
 
 pytestmark = pytest.mark.pairwise("family", "route")
 GROUP, LENGTHS = [0, 0, 1, 1, 2], [6, 2, 7, 4, 5]
@@ -46,16 +45,27 @@ def route(request):
 
 def conversations(family, seed=0):
     """Random responses, with messages of which some have images."""
-    rollouts = random_rollouts(prompts_for(family), GROUP, LENGTHS, seed)
+    words = ["which colour is it", "how many", "what is left of the red circle and why"]
+    prompts = [say(family, f"t:{i}", words[i], sides) for i, sides in enumerate([[(5, 9)], [], [(2, 3), (6, 4)]])]
+    rollouts = random_rollouts(prompts, GROUP, LENGTHS, seed)
     return replace(rollouts, observations=tuple(observe(family, row, places) for row, places in enumerate(AFTER)))
 
 
+def say(family, name, words, sides):
+    """A prompt whose images have about so many tokens in height and width."""
+    encoder, random = get_encoder(family), np.random.default_rng(len(words))
+    sides = [] if family in TEXT_FAMILIES else sides
+    targets = [encoder.target_size(*(28 * side for side in each)) for each in sides]
+    media = [random.integers(0, 256, (*target, 3), dtype=np.uint8) for target in targets]
+    content = [*({"type": "image"} for _ in media), {"type": "text", "text": words}]
+    task = Task(name, name, ({"role": "user", "content": content},), media=len(media) * (Medium("image", None),))
+    return encoder.encode(task, media)
+
+
 def observe(family, row, places):
-    encoder = get_encoder(family)
     turns = []
     for turn, after in enumerate(places):
-        sides = [] if family in TEXT_FAMILIES else IMAGES.get((row, turn), [])
-        message = prompt(encoder, f"m:{row}.{turn}", f"here it is {'again ' * row}", sides)
+        message = say(family, f"m:{row}.{turn}", f"here it is {'again ' * row}", IMAGES.get((row, turn), []))
         turns.append(EnvironmentTurn(after, message, ("zoom",)))
     return Observations(f"t:{row}#0", tuple(turns)) if turns else None
 
@@ -98,7 +108,8 @@ def test_gradients_equal_those_of_each_turn_by_itself(family, route):
     for name, parameter in backbone.model.named_parameters():
         if parameter.grad is not None and theirs[name].grad is not None:
             scale = theirs[name].grad.abs().max().clamp(min=1e-2)
-            torch.testing.assert_close(parameter.grad / scale, theirs[name].grad / scale, rtol=0, atol=2e-4, msg=name)
+            atol = 1e-3 if "linear_attn" in name else 2e-4  # decay rates sum up many numbers that cancel out
+            torch.testing.assert_close(parameter.grad / scale, theirs[name].grad / scale, rtol=0, atol=atol, msg=name)
     assert any(parameter.grad is not None for parameter in backbone.model.parameters())
 
 
