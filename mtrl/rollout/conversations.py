@@ -147,7 +147,9 @@ class ConversationGenerator:
             samples = range(number, number + sampling.n) if sampling.temperature else [GREEDY - number]
             keys = [RolloutKey(sampling.seed, sampling.step, task, sample) for sample in samples]
             sessions = self.pool.open([row] * len(keys), keys)
-            groups.append([(f"{task}#{key.sample}", each, each.reset()) for key, each in zip(keys, sessions, strict=True)])
+            groups.append(
+                [(f"{task}#{key.sample}", each, each.reset()) for key, each in zip(keys, sessions, strict=True)]
+            )
         opened = []
         for prompt, group in zip(prompts, groups, strict=True):
             shown = self._begin_prompt(prompt, [reset.result() for _, _, reset in group])
@@ -210,7 +212,6 @@ class ConversationGenerator:
         self.engine.load(weights)
 
     def close(self) -> None:
-        self.pool.close()
         self.engine.close()
 
 
