@@ -111,9 +111,10 @@ class Trainer:
     trained in place; `processing_class` is its processor or tokenizer, by default that of the checkpoint it was loaded
     from. `data` and `val_data` are a path, a hub id, rows or a datasets.Dataset. A reward function passed as an object
     runs in this process; one named by its file runs in the sandbox, with a time limit. `rewards` replace those of a
-    configuration and their weights. `environment` is a class with tools, which is loaded from its file. `config` is a YAML file, a mapping or another trainer's config; keys override it.
-    Wrong arguments raise here, before a model is loaded. Callbacks (`mtrl.Callback`) are called as the run proceeds and
-    closed at its end. `overwrite` starts anew: an earlier run of this name is renamed to NAME.old.
+    configuration and their weights. `environment` is a class with tools, which is loaded from its file. `config` is a
+    YAML file, a mapping or another trainer's config; keys override it. Wrong arguments raise here, before a model is
+    loaded. Callbacks (`mtrl.Callback`) are called as the run proceeds and closed at its end. `overwrite` starts anew:
+    an earlier run of this name is renamed to NAME.old.
     """
 
     def __init__(
