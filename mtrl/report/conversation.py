@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from mtrl.report.markdown_text import number
-from mtrl.types import EnvironmentTurn, Rollouts
+from mtrl.types import EnvironmentTurn, Prompt, Rollouts
 
 UNREADABLE = "unreadable call"  # in place of the name of its tool
 
@@ -18,7 +19,8 @@ def conversation(rollouts: Rollouts, row: int, decode: DecodeText) -> list[Messa
     """The turns of a response and the messages between them; none if there is no message.
 
     [{"role": "assistant", "content": "<tool_call>.."},
-     {"role": "tool", "content": "enlarged:<image>", "tools": ["zoom"], "errors": 0, "tokens": 24, "seconds": 0.25},
+     {"role": "tool", "content": "enlarged:<image>", "tools": ["zoom"], "errors": 0, "tokens": 24, "seconds": 0.25,
+      "images": ["6b86b273ff34"]},
      {"role": "assistant", "content": "It is red."}]
     """
     observed = rollouts.observed[row]
@@ -28,13 +30,19 @@ def conversation(rollouts: Rollouts, row: int, decode: DecodeText) -> list[Messa
     messages: list[Message] = []
     begin = 0
     for turn in observed.turns:
-        messages += [_write(decode(own[begin : turn.after])), {"role": "tool", **describe_message(turn)}]
+        shown = {"role": "tool", **describe_message(turn), "images": digest_images(turn.message)}
+        messages += [_write(decode(own[begin : turn.after])), shown]
         begin = turn.after
     return [*messages, _write(decode(own[begin:]))] if begin < len(own) else messages
 
 
 def _write(text: str) -> Message:
     return {"role": "assistant", "content": text}
+
+
+def digest_images(message: Prompt) -> list[str]:
+    """A short digest of the pixels of each image, to tell whether two are equal."""
+    return [hashlib.blake2b(each.tobytes(), digest_size=6).hexdigest() for each in message.media]
 
 
 def describe_message(turn: EnvironmentTurn) -> Message:
