@@ -57,21 +57,21 @@ from mtrl.workers.reward_model_worker import RewardModelWorker
 
 logger = logging.getLogger(__name__)
 
-SCENES = CONFIG_FILES["scenes"]
 Reward = Callable[..., Any] | str  # a function, or its name
 
 
 def configure(file: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Config, Path | None]:
     """Load the configuration, and return it with the embedded one that it is based on, if any. Without a file, model
-    and data file that is zoo.yaml: Python rows are few and short, like those of that task. Without a file it is
-    scenes.yaml if the model or the data is that of scenes, and the other is not set."""
+    and data file that is zoo.yaml: Python rows are few and short, like those of that task. Without a file it is that of
+    another embedded task if the model or the data is its own, and the other is not set."""
     values = read_overrides(overrides)
     model, data = values.get("worker.actor.model.model_path"), str(values.get("dataset.train_files") or "")
     embedded: Path | None = None
+    task = packaged_config(data) if data else CONFIG_FILES.get(str(model))
     if file is None and not model and (not data or data.startswith(PYTHON_PREFIX)):
         embedded = CONFIG_FILE
-    elif file is None and model in (None, "", "scenes") and (not data or packaged_config(data) == SCENES):
-        embedded = SCENES
+    elif file is None and task and task != CONFIG_FILE and model in (None, "", task.stem):
+        embedded = task
     return load_config(embedded or file, overrides), embedded
 
 
