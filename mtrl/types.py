@@ -14,7 +14,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -91,21 +90,6 @@ class Prompt:
     engine_ids: Tensor  # [L'], one pad per medium, as inference engines expect it
     token_pool: Tensor  # [L], NO_POOL, TEXT_POOL or VISION_POOL
 
-    @staticmethod
-    def join(parts: Sequence[Prompt], id: str) -> Prompt:
-        """The tokens and the media of all parts in their order; the task of the first, under another id."""
-        task = replace(parts[0].task, id=id, media=tuple(each for part in parts for each in part.task.media),
-                       messages=tuple(each for part in parts for each in part.task.messages))  # fmt: skip
-        ids, engine_ids, pool = (
-            torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "engine_ids", "token_pool")
-        )
-        return Prompt(task, tuple(each for part in parts for each in part.media), ids, engine_ids, pool)
-
-    @staticmethod
-    def written(ids: Tensor) -> Prompt:
-        """Tokens that a model wrote, to join."""
-        return Prompt(Task("", "", ()), (), ids, ids, torch.full_like(ids, TEXT_POOL))
-
 
 @dataclass(frozen=True, eq=False)
 class EnvironmentTurn:
@@ -122,35 +106,13 @@ class EnvironmentTurn:
 @dataclass(frozen=True, eq=False)
 class Observations:
     """What the environment said during one response. The model reads it and did not write it: it is context like the
-    prompt, in no stream of tokens, so that nothing learns from it and no mean counts it.
+    prompt, in no stream of tokens, so that nothing learns from it and no mean counts it (`models/turns.py`).
 
     A response of 5 own tokens with a message after the third is read as own[:3], message, own[3:].
     """
 
     id: str  # of the response: unlike that of any task
     turns: tuple[EnvironmentTurn, ...]  # none if the response called no tool
-
-    @cached_property
-    def content(self) -> Prompt:
-        """All messages, one after the other."""
-        return Prompt.join([turn.message for turn in self.turns], self.id)
-
-    def interleave(self, own: Tensor, content: Tensor) -> Tensor:
-        """The values of a response's own tokens [n, ..] and of the content [C, ..] in the order of reading."""
-        messages = content.split([len(turn.message.ids) for turn in self.turns])
-        pieces, begin = [], 0
-        for turn, message in zip(self.turns, messages, strict=True):
-            pieces += [own[begin : turn.after], message]
-            begin = turn.after
-        return torch.cat([*pieces, own[begin:]])
-
-    def conversation(self, prompt: Prompt, own: Tensor) -> Prompt:
-        """The prompt, the response's own tokens and the messages as one prompt, for the next turn to continue."""
-        pieces, begin = [prompt], 0
-        for turn in self.turns:
-            pieces += [Prompt.written(own[begin : turn.after]), turn.message]
-            begin = turn.after
-        return Prompt.join([*pieces, Prompt.written(own[begin:])], f"{self.id}.{len(self.turns)}")
 
 
 @dataclass(frozen=True)
@@ -215,11 +177,6 @@ class Rollouts:
     def observed(self) -> Sequence[Observations | None]:
         """[N] `observations`, also where there is no environment."""
         return self.observations or len(self) * (None,)
-
-    @property
-    def encoded(self) -> tuple[Prompt, ...]:
-        """All that was encoded for the model: the prompts, then the content of each row that has observations."""
-        return *self.prompts, *(each.content for each in self.observed if each is not None and each.turns)
 
     @property
     def read_tokens(self) -> Tensor:

@@ -51,7 +51,7 @@ class RunEnvironments:
             rollout.environment,
             EnvironmentLimits(call_seconds=rollout.tool_timeout_s, turns=rollout.max_turns),
             rollout.environment_processes,
-            {each: reward.reward_fn_kwargs for each in functions},
+            dict.fromkeys(functions, reward.reward_fn_kwargs),
         )
         return cls(config, pool, functions)
 

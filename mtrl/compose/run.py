@@ -261,7 +261,8 @@ def evaluate(
     if environments:
         environments.add_rewards(scorer)
         generator = environments.converse(generator, encoder)
-    with closing(scorer), closing(weights), closing(generator):
+    pool = closing(environments.pool) if environments else nullcontext()
+    with pool, closing(scorer), closing(weights), closing(generator):
         if loaded is not None and not loaded.is_pristine:
             with generator.resident():
                 generator.load(Weights(0, exported_weights(loaded.model)))

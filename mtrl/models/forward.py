@@ -47,13 +47,14 @@ from mtrl.models.parallel.sequence import SequenceParallelGroup
 from mtrl.models.recurrent import StateForks
 from mtrl.models.routing import RoutingReader
 from mtrl.models.step_inputs import StepInputs
+from mtrl.models.turns import conversation, encoded_prompts, rows_with_turns
 from mtrl.models.views import standard_deviations
 from mtrl.protocols import PromptEncoder
 from mtrl.types import PERTURBED, Needs, Prompt, Rollouts, Signal, Signals, TokenStates
 
 OLD_LOGPROBS = Needs("old_logprobs")
 FUSED_CHUNK = 2048  # positions; every chunk reads and writes the gradient of the output matrix
-Media = Sequence[tuple[np.ndarray, ...] | None]  # of `Rollouts.encoded` as a view shows them; None: no image tokens
+Media = Sequence[tuple[np.ndarray, ...] | None]  # of `encoded_prompts` as a view shows them; None: no image tokens
 Views = Mapping[str, Media]  # other views by name
 NO_VIEWS: Views = MappingProxyType({})
 
@@ -295,7 +296,7 @@ class Forward:
         """Lay out a pass over the original view and `others`, and encode the images, with gradients where they are
         on."""
         kept, device = self.kept, self.backbone.device
-        encoded, tower = [kept.first_equal(each) for each in rollouts.encoded], kept.tower_of(self.backbone)
+        encoded, tower = [kept.first_equal(each) for each in encoded_prompts(rollouts)], kept.tower_of(self.backbone)
         known: dict[tuple[int, int], Features] = {
             (0, g): features.map(lambda each: to_device(each, device))
             for g, prompt in enumerate(encoded)
@@ -350,7 +351,7 @@ class Forward:
             options["counterfactual"] = {number: each for number, each in found.items() if each is not None}
             return lay_out(rollouts, positions, views=1 + len(others), without_images=blind, **options)
         rows = (rollouts.group, rollouts.mask.sum(1), rollouts.tokens[rollouts.mask])
-        turns = tuple(turn.after for each in rollouts.observed if each is not None for turn in each.turns)
+        turns = tuple(turn.after for each in rows_with_turns(rollouts).values() for turn in each.turns)
         settings = (self.share_prefix, self.packed, self.sp_group.size)
         key = ("layout", *settings, *encoded, *turns, *(each.numpy().tobytes() for each in rows))
         layout = self.kept.find(*key) or lay_out(rollouts, positions, **options)
@@ -360,11 +361,10 @@ class Forward:
     def _observed_positions(self, rollouts: Rollouts) -> dict[int, Tensor]:
         """[3, own and observed tokens] of each row with observations, by the family's rule for whole conversations."""
         found = {}
-        for row, observed in enumerate(rollouts.observed):
-            if observed is not None and observed.turns:
-                prompt, own = rollouts.prompts[int(rollouts.group[row])], rollouts.tokens[row][rollouts.mask[row]]
-                whole = self.encoder.inputs(observed.conversation(prompt, own))
-                found[row] = prompt_positions(whole)[:, len(prompt.ids) :]
+        for row, observed in rows_with_turns(rollouts).items():
+            prompt, own = rollouts.prompts[int(rollouts.group[row])], rollouts.tokens[row][rollouts.mask[row]]
+            whole = self.encoder.inputs(conversation(observed, prompt, own))
+            found[row] = prompt_positions(whole)[:, len(prompt.ids) :]
         return found
 
     def _own_features(
@@ -372,7 +372,7 @@ class Forward:
     ) -> list[Features | None]:
         """The features of image tokens in this rank's part of the sequences. Only images that reach into it are
         encoded."""
-        keys, encoded = layout.feature_keys(rollouts), rollouts.encoded
+        keys, encoded = layout.feature_keys(rollouts), encoded_prompts(rollouts)
         sizes = [int(vision_tokens(encoded[index]).sum()) for _, index in keys]
         own = layout.vision_within(self.sp_group.local_columns(layout.ids.shape[1]), sizes)
         wanted = {key: [torch.empty(0, dtype=torch.long)] for key in inputs}  # by all documents of a prompt

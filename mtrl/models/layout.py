@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from mtrl.models.document_mask import BLOCK, DocumentMask, find_image_runs, whole_blocks
+from mtrl.models.turns import content, interleave, rows_with_turns
 from mtrl.types import VISION_POOL, Rollouts
 
 NOT_PROMPT = -1  # the pool of other tokens, and the segment of padding
@@ -69,9 +70,8 @@ class Layout:
         return (self.pool != NOT_PROMPT) & (segment != before)
 
     def feature_keys(self, rollouts: Rollouts) -> list[tuple[int, int]]:
-        """The view and the index in `rollouts.encoded` of all image features, in the order of the sequences."""
-        with_content = [row for row, each in enumerate(rollouts.observed) if each is not None and each.turns]
-        content = {row: len(rollouts.prompts) + number for number, row in enumerate(with_content)}
+        """The view and the index in `encoded_prompts` of all image features, in the order of the sequences."""
+        content = {row: len(rollouts.prompts) + number for number, row in enumerate(rows_with_turns(rollouts))}
         return [
             (document.image_view, index)
             for document in self.documents
@@ -154,11 +154,12 @@ class _Response:
         yes, no = torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
         if observed is None or not observed.turns:
             return cls(ids, yes, no, None)
-        is_vision = observed.content.token_pool == VISION_POOL
+        told = content(observed)
+        is_vision = told.token_pool == VISION_POOL
         return cls(
-            observed.interleave(ids, observed.content.ids),
-            observed.interleave(yes, torch.zeros_like(is_vision)),
-            observed.interleave(no, is_vision),
+            interleave(observed, ids, told.ids),
+            interleave(observed, yes, torch.zeros_like(is_vision)),
+            interleave(observed, no, is_vision),
             positions,
         )
 

@@ -21,6 +21,7 @@ from mtrl.environments.pool import EnvironmentPool, Session
 from mtrl.environments.records import Block, RolloutKey, ToolResult
 from mtrl.environments.sessions import Sessions
 from mtrl.environments.tool_calls import parse_tool_calls
+from mtrl.models.turns import conversation
 from mtrl.protocols import Generator
 from mtrl.rollout.responses import make_rollouts
 from mtrl.rollout.sampling import first_sample_numbers
@@ -73,7 +74,7 @@ class Conversation:
     @property
     def so_far(self) -> Prompt:
         """What the next turn continues."""
-        return self.observations.conversation(self.prompt, torch.cat(self.tokens))
+        return conversation(self.observations, self.prompt, torch.cat(self.tokens))
 
     def add(self, rollouts: Rollouts, row: int) -> None:
         """A turn that an engine has sampled. It may have had more room than this response."""
@@ -123,8 +124,8 @@ class ConversationGenerator:
         conversations = self._open(prompts, sampling)
         first = self.engine.generate([group[0].prompt for group in conversations], sampling)
         rows = [each for group in conversations for each in group]
-        for row, conversation in enumerate(rows):
-            conversation.add(first, row)
+        for row, each in enumerate(rows):
+            each.add(first, row)
         self._continue(rows, sampling)
         return make_rollouts(
             [group[0].prompt for group in conversations],
@@ -181,16 +182,16 @@ class ConversationGenerator:
                 room = max(each.room for each in going)
                 once = replace(sampling, n=1, max_new_tokens=room, times_sampled={})
                 turn = self.engine.generate([each.so_far for each in going], once)
-                for row, conversation in enumerate(going):
-                    conversation.add(turn, row)
+                for row, each in enumerate(going):
+                    each.add(turn, row)
                 waiting += [each for each in going if self._call(each)]
 
-    def _call(self, conversation: Conversation) -> bool:
+    def _call(self, response: Conversation) -> bool:
         """Start the calls of the last turn; False if it makes none, or may make none."""
-        if conversation.finish_reason != "stop" or len(conversation.turns) >= self.max_turns:
+        if response.finish_reason != "stop" or len(response.turns) >= self.max_turns:
             return False
-        calls = parse_tool_calls(conversation.texts[-1], conversation.session.schemas)
-        conversation.results = self.pool.call([(conversation.session, call) for call in calls])
+        calls = parse_tool_calls(response.texts[-1], response.session.schemas)
+        response.results = self.pool.call([(response.session, call) for call in calls])
         return bool(calls)
 
     # ------------------------------------------------------------------------------------------------------ the engine
@@ -223,8 +224,8 @@ def wait_for_some(conversations: Sequence[Conversation]) -> list[Conversation]:
     return [each for each in conversations if all_done(each)]
 
 
-def all_done(conversation: Conversation) -> bool:
-    return all(future.done() for future in conversation.results)
+def all_done(response: Conversation) -> bool:
+    return all(future.done() for future in response.results)
 
 
 def is_equal(first: Sequence[Block], second: Sequence[Block]) -> bool:

@@ -17,6 +17,7 @@ from mtrl.models.device_copy import to_device, unpack
 from mtrl.models.forward import Forward, Media, PreparedPass
 from mtrl.models.parallel.fsdp import run_forward, run_frozen_forward
 from mtrl.models.state_dicts import exported_weights
+from mtrl.models.turns import encoded_prompts
 from mtrl.models.views import ImageViews
 from mtrl.protocols import Snapshot
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch, Weights
@@ -117,7 +118,7 @@ class LocalActor:
         views: dict[str, Media] = {}
         for name in names:
             assert step is not None, "a step keys the views"
-            views[name] = [self.views.media(name, prompt, step) for prompt in rollouts.encoded]
+            views[name] = [self.views.media(name, prompt, step) for prompt in encoded_prompts(rollouts)]
         return views
 
     # ------------------------------------------------------------------------------------------------------ updating

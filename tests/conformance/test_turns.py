@@ -19,6 +19,7 @@ from tiny_models import (
 
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
+from mtrl.models.turns import conversation, encoded_prompts
 from mtrl.types import EnvironmentTurn, Medium, Needs, Observations, Task
 
 pytestmark = pytest.mark.pairwise("family", "route")
@@ -76,7 +77,7 @@ def plain_turns(family, rollouts, row, model=None):
     ends, observed, found = [*AFTER[row], len(own)], rollouts.observed[row], []
     for turn, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if turn:
-            before = Observations("", observed.turns[:turn]).conversation(rollouts.prompts[GROUP[row]], own[:begin])
+            before = conversation(Observations("", observed.turns[:turn]), rollouts.prompts[GROUP[row]], own[:begin])
         if begin < end:
             log_probs = plain_log_probs(family, before, own[begin:end], model=model)
             found.append(log_probs.gather(-1, own[begin:end, None])[:, 0])
@@ -118,7 +119,7 @@ def test_other_views_change_the_images_of_messages_too(family):
     if family in TEXT_FAMILIES:
         pytest.skip("no images")
     rollouts, forward = conversations(family), Forward(shared_backbone(family), get_encoder(family))
-    views = {"perturbed": [Perturbation(seed=7).view(each, 0) for each in rollouts.encoded]}
+    views = {"perturbed": [Perturbation(seed=7).view(each, 0) for each in encoded_prompts(rollouts)]}
     signals = forward.signals(rollouts, Needs("old_logprobs", "perturbed_logprobs"), views)
     assert rollouts.visual.tolist() == [True, True, True, False, True]
     moved = (signals.perturbed_logprobs - signals.old_logprobs).abs()
@@ -131,7 +132,7 @@ def test_a_view_without_images_keeps_positions(family):
     if family in TEXT_FAMILIES or not shared_backbone(family).uses_own_attention:
         pytest.skip("no images")
     rollouts, forward = conversations(family), Forward(shared_backbone(family), get_encoder(family))
-    blind = {"none": [None if each.media else () for each in rollouts.encoded]}
+    blind = {"none": [None if each.media else () for each in encoded_prompts(rollouts)]}
     found = forward.signals(rollouts, Needs("logprobs@none"), blind).extra["logprobs@none"]
     grey = replace(rollouts, prompts=tuple(repaint(each) for each in rollouts.prompts), observations=tuple(
         each and replace(each, turns=tuple(replace(turn, message=repaint(turn.message)) for turn in each.turns))
