@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from mtrl.config import Config
 from mtrl.data.media import decode, read_size
 from mtrl.environments.pool import EnvironmentPool
-from mtrl.environments.records import EnvironmentLimits
+from mtrl.environments.records import Block, EnvironmentLimits
 from mtrl.environments.rewards import EnvironmentFunction, EnvironmentReward
 from mtrl.environments.sessions import Sessions
 from mtrl.models.families import TextEncoder
@@ -22,12 +24,13 @@ from mtrl.protocols import Generator
 from mtrl.rewards.builtin_names import is_builtin_name
 from mtrl.rewards.samples import prompt_fields
 from mtrl.rewards.scorer import RewardScorer
-from mtrl.rollout.conversations import ConversationGenerator
+from mtrl.rollout.conversations import ConversationGenerator, MessageEncoder
 from mtrl.types import Prompt
 from mtrl.utils.errors import StartError
 from mtrl.utils.plugins import split_spec
 
 WANTED = "environments"  # the parameter of reward functions
+GREY = 127
 NAMES = ("reward_function", "compute_score")  # of a function, if the spec has none
 
 
@@ -63,7 +66,7 @@ class RunEnvironments:
             raise StartError(f"worker.rollout.environment: {error}") from error
         return encoder.with_tools({name: tools.schemas for name, tools in self.pool.tools.items()})
 
-    def converse(self, engine: Generator, encoder: TextEncoder) -> ConversationGenerator:
+    def converse(self, engine: Generator, encoder: MessageEncoder) -> ConversationGenerator:
         make_row = partial(
             environment_row, options=self.config.dataset.options_key, answer=self.config.dataset.answer_key
         )
@@ -86,6 +89,20 @@ class RunEnvironments:
         ones = (1.0,) * len(names)
         scorer.functions = functions
         scorer.schedule = [(start, (*weights[:given], *ones, *weights[given:])) for start, weights in scorer.schedule]
+
+
+@dataclass
+class BlankMessages:
+    """An encoder to which every image of a message is grey: a control that shows what the images are worth."""
+
+    encoder: TextEncoder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.encoder, name)
+
+    def encode_message(self, content: Sequence[Block], after: int, id: str) -> Prompt:
+        blank = [block if isinstance(block, str) else np.full_like(block, GREY) for block in content]
+        return self.encoder.encode_message(blank, after, id)
 
 
 def environment_row(prompt: Prompt, options: str, answer: str) -> dict[str, Any]:

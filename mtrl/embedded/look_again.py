@@ -15,6 +15,7 @@ from four, which are the options: an answer without a second look has accuracy 1
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -85,7 +86,7 @@ class LookAgainQuestion:
         options = (f"{letter} {option}" for letter, option in zip(LETTERS, self.options, strict=True))
         return "\n".join([f"What pattern has {self.subject}?", *options])
 
-    @property
+    @cached_property
     def image(self) -> Image.Image:
         """[112, 112] pixels."""
         noise = rng_for(NAME, VERSION, "picture", self.split, self.index)
