@@ -57,8 +57,8 @@ ADDED_TOKENS = (
     "<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"
 )  # fmt: skip
 TEMPLATE = (
-    "<|im_start|>system\nYou are a helpful assistant.{% for tool in tools or [] %}\n{{ tool | tojson }}{% endfor %}"
-    "<|im_end|>\n" + TURNS
+    "<|im_start|>system\nYou are a helpful assistant."
+    "{% for tool in tools or [] %}{{ '\\n' }}{{ tool | tojson }}{% endfor %}<|im_end|>\n" + TURNS
 )
 TOOLS = {"": describe(LookAgain).schemas}
 

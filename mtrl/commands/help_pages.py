@@ -5,7 +5,7 @@ import os
 
 COMMANDS = (
     "train", "demo", "eval", "data", "prepare", "reward", "attention", "tools", "plot", "compare", "view", "report",
-    "export", "doctor", "bench", "config", "convert", "completion",
+    "export", "doctor", "bench", "replay", "config", "convert", "completion",
 )  # fmt: skip
 MODULES = {"eval": "evaluate"}  # commands whose module has another name
 

@@ -4,8 +4,8 @@ mtrl tools RUN|CHECKPOINT [RUN|CHECKPOINT ...] [--data FILE] [a.b=c ...]
 
 For every checkpoint of each run: accuracy with tools, without (the prompt describes none), and with tools whose images
 are blank; the difference of the first two as gain (right with tools, wrong without) minus harm (the reverse); calls per
-response, their errors, and the share of responses without tools that call one all the same. worker.rollout.val.n and .temperature set how responses are sampled. lookagain is the
-embedded model of that name. The last line is JSON.
+response, their errors, and the share of responses without tools that call one all the same. worker.rollout.val.n and
+.temperature set how responses are sampled. The last line is JSON.
 """
 
 from __future__ import annotations

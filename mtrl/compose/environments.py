@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -66,13 +65,12 @@ class RunEnvironments:
             raise StartError(f"worker.rollout.environment: {error}") from error
         return encoder.with_tools({name: tools.schemas for name, tools in self.pool.tools.items()})
 
+    def make_row(self, prompt: Prompt) -> dict[str, Any]:
+        return environment_row(prompt, self.config.dataset.options_key, self.config.dataset.answer_key)
+
     def converse(self, engine: Generator, encoder: MessageEncoder) -> ConversationGenerator:
-        make_row = partial(
-            environment_row, options=self.config.dataset.options_key, answer=self.config.dataset.answer_key
-        )
-        return ConversationGenerator(
-            engine, encoder, self.pool, self.sessions, make_row, self.config.worker.rollout.max_turns
-        )
+        turns = self.config.worker.rollout.max_turns
+        return ConversationGenerator(engine, encoder, self.pool, self.sessions, self.make_row, turns)
 
     def add_rewards(self, scorer: RewardScorer) -> None:
         """The classes' own rewards, with weight 1 each as in TRL, after all others; and functions that want the

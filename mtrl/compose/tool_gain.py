@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -21,9 +21,9 @@ from mtrl.types import Rewards, Rollouts
 
 @dataclass(frozen=True)
 class ToolGain:
-    """Means over the questions; gain - harm = with_tools - without. If each has one response, 70 of 100 right with tools
-    and 40 without, of which 5 are wrong with them, `gain` is 0.35 and `harm` 0.05. Of several responses these are means
-    over pairs of one with tools and one without.
+    """Means over the questions; gain - harm = with_tools - without. If each has one response, 70 of 100 right with
+    tools and 40 without, of which 5 are wrong with them, `gain` is 0.35 and `harm` 0.05. Of several responses these are
+    means over pairs of one with tools and one without.
     """
 
     questions: int
@@ -33,19 +33,17 @@ class ToolGain:
     gain: float  # right with tools and wrong without
     harm: float  # wrong with tools and right without
     calls: float  # per response, with tools
-    errors: float  # of these calls
+    errors: float  # share of these calls
     unanswered: float  # responses without tools that call one all the same, and so have no answer
 
 
 @dataclass
 class Answers:
-    """How often each question was answered correctly, and the calls of all responses."""
+    """How often each question was answered correctly, and what responses did besides."""
 
-    rates: dict[str, float]
-    responses: int = 0
-    calls: int = 0
-    errors: int = 0
-    unanswered: int = 0  # responses that end with a call
+    rates: dict[str, float] = field(default_factory=dict)
+    calls: list[bool] = field(default_factory=list)  # by response: it ends with a call
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @contextmanager
     def watch(self, prompts: int) -> Iterator[OnBatch]:
@@ -58,11 +56,7 @@ class Answers:
         right = (part >= 1).float().where(~part.isnan(), torch.nan)
         rates = group_mean(right, rollouts.group).tolist()
         self.rates |= {prompt.task.id: rate for prompt, rate in zip(rollouts.prompts, rates, strict=True)}
-        turns = [turn for each in rollouts.observed if each is not None for turn in each.turns]
-        self.responses += len(rollouts)
-        self.calls += sum(len(turn.tools) for turn in turns)
-        self.errors += sum(turn.errors for turn in turns)
-        self.unanswered += sum(text.rstrip().endswith(CLOSE) for text in rollouts.text)
+        self.calls += [text.rstrip().endswith(CLOSE) for text in rollouts.text]
 
 
 def measure_tool_gain(config: Config, val_data: Rows | None = None) -> ToolGain:
@@ -73,8 +67,9 @@ def measure_tool_gain(config: Config, val_data: Rows | None = None) -> ToolGain:
     plain = replace(config, worker=replace(config.worker, rollout=replace(config.worker.rollout, environment=None)))
 
     def answer(config: Config, blank_tools: bool = False) -> Answers:
-        answers = Answers({})
-        evaluate(config, answers.watch, val_data=val_data, loaded=loaded, blank_tools=blank_tools)
+        answers = Answers()
+        result = evaluate(config, answers.watch, val_data=val_data, loaded=loaded, blank_tools=blank_tools)
+        answers.metrics = result.metrics
         return answers
 
     return compare(answer(config), answer(plain), answer(config, blank_tools=True))
@@ -90,7 +85,7 @@ def compare(tools: Answers, without: Answers, blank: Answers) -> ToolGain:
         blank=float(c.mean()),
         gain=float((a * (1 - b)).mean()),
         harm=float((b * (1 - a)).mean()),
-        calls=tools.calls / tools.responses,
-        errors=tools.errors / max(1, tools.calls),
-        unanswered=without.unanswered / without.responses,
+        calls=tools.metrics["val/tools/calls"],
+        errors=tools.metrics.get("val/tools/failure_frequency", 0.0),
+        unanswered=sum(without.calls) / len(without.calls),
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,30 +22,15 @@ from mtrl.environments.records import Block, RolloutKey, ToolResult
 from mtrl.environments.sessions import Sessions
 from mtrl.environments.tool_calls import parse_tool_calls
 from mtrl.models.turns import conversation
-from mtrl.protocols import Generator
+from mtrl.protocols import Generator, PromptEncoder
 from mtrl.rollout.responses import make_rollouts
 from mtrl.rollout.sampling import first_sample_numbers
-from mtrl.types import EnvironmentTurn, FinishReason, Observations, Prompt, Rollouts, Sampling, Weights
+from mtrl.types import EnvironmentTurn, FinishReason, Medium, Observations, Prompt, Rollouts, Sampling, Weights
 from mtrl.utils.errors import RunError
+from mtrl.utils.images import resize_image
 
 GREEDY = -1  # the sample number of a greedy response, which is not one of the sampled ones
 LINGER = 0.02  # seconds in which results that come together are waited for
-
-
-class MessageEncoder(Protocol):
-    """What encodes prompts and messages; `models/families` has those of all families."""
-
-    pad_id: int
-    stop_ids: tuple[int, ...]
-
-    def decode(self, ids: Sequence[int] | Tensor) -> str: ...
-
-    def extend_prompt(self, prompt: Prompt, content: Sequence[str | np.ndarray]) -> Prompt:
-        """The prompt with this content at the end of its last message."""
-
-    def encode_message(self, content: Sequence[str | np.ndarray], after: int, id: str) -> Prompt:
-        """The tokens between a response's token `after` and its next turn: a message of the environment, and all that
-        the template writes around it."""
 
 
 @dataclass(eq=False)
@@ -85,7 +70,7 @@ class Conversation:
         self.texts.append(rollouts.text[row])
         self.finish_reason = rollouts.finish_reason[row] if length <= room else "length"
 
-    def answer(self, encoder: MessageEncoder) -> bool:
+    def answer(self, encoder: PromptEncoder) -> bool:
         """Take what the tools gave as the next message; whether the response continues. A message that leaves no room
         for another token is dropped, and the response ends at its limit."""
         results = [future.result() for future in self.results]
@@ -112,7 +97,7 @@ class ConversationGenerator:
     """A generator around an engine. `make_row`: the columns that an environment's `reset` gets."""
 
     engine: Generator
-    encoder: MessageEncoder
+    encoder: PromptEncoder
     pool: EnvironmentPool
     sessions: Sessions
     make_row: Callable[[Prompt], Mapping[str, Any]]
@@ -169,7 +154,7 @@ class ConversationGenerator:
                 f"{origin}: reset gave different contents for the responses to one prompt, which share it; make it "
                 "depend on the row, the seed it declares, or random numbers alone"
             )
-        return self.encoder.extend_prompt(prompt, first.content) if first.content else prompt
+        return extend_prompt(self.encoder, prompt, first.content) if first.content else prompt
 
     # ---------------------------------------------------------------------------------------------------- turn by turn
     def _continue(self, rows: Sequence[Conversation], sampling: Sampling) -> None:
@@ -214,6 +199,19 @@ class ConversationGenerator:
 
     def close(self) -> None:
         self.engine.close()
+
+
+def extend_prompt(encoder: PromptEncoder, prompt: Prompt, content: Sequence[Block]) -> Prompt:
+    """The prompt with these texts and images at the end of its last message."""
+    images = [block for block in content if not isinstance(block, str)]
+    *before, last = prompt.task.messages
+    said = last["content"]
+    parts: list[Mapping[str, Any]] = [{"type": "text", "text": said}] if isinstance(said, str) else list(said)
+    parts += [{"type": "text", "text": each} if isinstance(each, str) else {"type": "image"} for each in content]
+    media = (*prompt.task.media, *(Medium("image", None) for _ in images))
+    task = replace(prompt.task, messages=(*before, {**last, "content": parts}), media=media)
+    resized = (resize_image(image, *encoder.target_size(*image.shape[:2])) for image in images)
+    return encoder.encode(task, [*prompt.media, *resized])
 
 
 def wait_for_some(conversations: Sequence[Conversation]) -> list[Conversation]:
