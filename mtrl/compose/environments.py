@@ -69,8 +69,10 @@ class RunEnvironments:
         return environment_row(prompt, self.config.dataset.options_key, self.config.dataset.answer_key)
 
     def converse(self, engine: Generator, encoder: MessageEncoder) -> ConversationGenerator:
-        turns = self.config.worker.rollout.max_turns
-        return ConversationGenerator(engine, encoder, self.pool, self.sessions, self.make_row, turns)
+        rollout = self.config.worker.rollout
+        return ConversationGenerator(
+            engine, encoder, self.pool, self.sessions, self.make_row, rollout.max_turns, rollout.tool_barrier
+        )
 
     def add_rewards(self, scorer: RewardScorer) -> None:
         """The classes' own rewards, with weight 1 each as in TRL, after all others; and functions that want the

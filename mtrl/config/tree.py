@@ -354,6 +354,7 @@ class RolloutConfig:
     )
     max_turns: int = key(8, "messages of the environment in a response", "[1, 1000]")
     tool_timeout_s: float = key(30.0, "time limit of a tool call", "(0, inf)")
+    tool_barrier: bool = key(False, "a turn waits for the tools of all responses: slower, but repeatable to the bit")
     environment_processes: int = key(4, "processes of environments; a group of responses shares one", "[1, 256]")
     val: ValSamplingConfig = field(default_factory=ValSamplingConfig)
 

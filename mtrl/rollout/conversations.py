@@ -1,7 +1,7 @@
 """Responses of several turns: the model calls tools of its environment, reads what they give, and continues.
 
 Any engine samples the turns. A response that waits for its tools does not hold up others: whoever is ready continues
-in the engine's next call. A turn continues the prompt, all own tokens and all messages so far, token by token; nothing
+in the engine's next call (unless there is a barrier). A turn continues the prompt, all own tokens and all messages so far, token by token; nothing
 is tokenized again.
 """
 
@@ -94,7 +94,9 @@ class Conversation:
 
 @dataclass
 class ConversationGenerator:
-    """A generator around an engine. `make_row`: the columns that an environment's `reset` gets."""
+    """A generator around an engine. `make_row`: the columns that an environment's `reset` gets. With a `barrier` a turn
+    begins when the tools of all responses are done: the engine's batches, and with them the rounding of log-probs, then
+    do not depend on how long tools take."""
 
     engine: Generator
     encoder: PromptEncoder
@@ -102,6 +104,7 @@ class ConversationGenerator:
     sessions: Sessions
     make_row: Callable[[Prompt], Mapping[str, Any]]
     max_turns: int  # messages of a response
+    barrier: bool = False
 
     # ------------------------------------------------------------------------------------------------ the whole rollout
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:
@@ -161,7 +164,7 @@ class ConversationGenerator:
         """Sample all further turns: those that are ready together, while tools of others still run."""
         waiting = [each for each in rows if self._call(each)]
         while waiting:
-            ready = wait_for_some(waiting)
+            ready = waiting if self.barrier else wait_for_some(waiting)
             waiting = [each for each in waiting if each not in ready]
             if going := [each for each in ready if each.answer(self.encoder)]:
                 room = max(each.room for each in going)

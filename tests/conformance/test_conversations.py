@@ -121,19 +121,22 @@ def test_the_trainer_has_the_engines_log_probs(family, engine, calls, tmp_path):
         assert [turn.errors for turn in each.turns] == [int(not n and family not in TEXT_FAMILIES) for n in images]
 
 
-def test_batches_and_the_order_of_results_change_nothing(calls, tmp_path, monkeypatch):
-    """In float32 on a CPU: tools that take different times form other batches."""
-    prompts = prompts_for("qwen2_5_vl")[:3]
-    with conversing(tmp_path, "qwen2_5_vl") as generator:
-        expected = generator.generate(prompts, SAMPLING)
-    waits = iter([0.3, 0.0, 0.1, 0.0, 0.2, 0.0, 0.1] * 20)
-    monkeypatch.setattr(
-        conversations, "parse_tool_calls", lambda text, schemas: [ToolCall("look", {"wait": next(waits)})]
-    )
-    with conversing(tmp_path, "qwen2_5_vl") as generator:
-        found = generator.generate(prompts, SAMPLING)
-    assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.rollout_logprobs, expected.rollout_logprobs)
-    assert texts(found) == texts(expected)
+@pytest.mark.parametrize("barrier", [False, True])
+def test_the_time_that_tools_take_changes_nothing(barrier, monkeypatch, tmp_path):
+    """In float32 on a CPU the tokens are equal in other batches, and their log-probs but for rounding. With a barrier
+    the batches are the same, too."""
+    found = []
+    for delays in ([0.0], [0.3, 0.0, 0.1, 0.0, 0.2, 0.0, 0.1]):
+        waits = iter(delays * 100)
+        call = lambda text, schemas, waits=waits: [ToolCall("look", {"wait": next(waits)})]  # noqa: E731
+        monkeypatch.setattr(conversations, "parse_tool_calls", call)
+        with conversing(tmp_path, "qwen2_5_vl") as generator:
+            generator.barrier = barrier
+            found.append(generator.generate(prompts_for("qwen2_5_vl")[:3], SAMPLING))
+    first, second = found
+    assert torch.equal(first.tokens, second.tokens) and texts(first) == texts(second)
+    gap = (first.rollout_logprobs - second.rollout_logprobs).abs().max()
+    assert gap == 0 if barrier else gap < 1e-5
 
 
 def texts(rollouts):
