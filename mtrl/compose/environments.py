@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +24,7 @@ from mtrl.protocols import Generator
 from mtrl.rewards.builtin_names import is_builtin_name
 from mtrl.rewards.samples import prompt_fields
 from mtrl.rewards.scorer import RewardScorer
-from mtrl.rollout.conversations import ConversationGenerator, MessageEncoder
+from mtrl.rollout.conversations import ConversationGenerator
 from mtrl.types import Prompt
 from mtrl.utils.errors import StartError
 from mtrl.utils.plugins import split_spec
@@ -68,7 +69,7 @@ class RunEnvironments:
     def make_row(self, prompt: Prompt) -> dict[str, Any]:
         return environment_row(prompt, self.config.dataset.options_key, self.config.dataset.answer_key)
 
-    def converse(self, engine: Generator, encoder: MessageEncoder) -> ConversationGenerator:
+    def converse(self, engine: Generator, encoder: TextEncoder) -> ConversationGenerator:
         rollout = self.config.worker.rollout
         return ConversationGenerator(
             engine, encoder, self.pool, self.sessions, self.make_row, rollout.max_turns, rollout.tool_barrier
@@ -91,18 +92,16 @@ class RunEnvironments:
         scorer.schedule = [(start, (*weights[:given], *ones, *weights[given:])) for start, weights in scorer.schedule]
 
 
-@dataclass
-class BlankMessages:
-    """An encoder to which every image of a message is grey: a control that shows what the images are worth."""
+def blank_messages(encoder: TextEncoder) -> TextEncoder:
+    """A copy to which every image of a message is grey: a control that shows what the images are worth."""
 
-    encoder: TextEncoder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.encoder, name)
-
-    def encode_message(self, content: Sequence[Block], after: int, id: str) -> Prompt:
+    def encode_message(content: Sequence[Block], after: int, id: str) -> Prompt:
         blank = [block if isinstance(block, str) else np.full_like(block, GREY) for block in content]
-        return self.encoder.encode_message(blank, after, id)
+        return encoder.encode_message(blank, after, id)
+
+    blind: Any = copy(encoder)
+    blind.encode_message = encode_message
+    return blind
 
 
 def environment_row(prompt: Prompt, options: str, answer: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from mtrl.checkpoint.run_directory import CONFIG
 from mtrl.compose import algorithm, task_source, worker_groups
 from mtrl.compose.critic_worker import build_critic
-from mtrl.compose.environments import BlankMessages, RunEnvironments
+from mtrl.compose.environments import RunEnvironments, blank_messages
 from mtrl.compose.memory_limits import preflight_on_gpu
 from mtrl.compose.policy import (
     GivenModel,
@@ -261,7 +261,7 @@ def evaluate(
     generator: Generator = build_generator(config, policy, encoder, weights=weights)
     if environments:
         environments.add_rewards(scorer)
-        generator = environments.converse(generator, BlankMessages(encoder) if blank_tools else encoder)
+        generator = environments.converse(generator, blank_messages(encoder) if blank_tools else encoder)
     pool = closing(environments.pool) if environments else nullcontext()
     with pool, closing(scorer), closing(weights), closing(generator):
         if loaded is not None and not loaded.is_pristine:
