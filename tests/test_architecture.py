@@ -26,7 +26,7 @@ ROOM_MAY_IMPORT = {
     "report": {"types", "utils", "protocols", "algorithms", "data", "rewards", "compare"},
     "view": {"utils", "tracking", "report"},
     "compare": {"utils", "tracking"},
-    "embedded": {"types", "protocols", "utils"},
+    "embedded": {"types", "protocols", "utils", "environments"},
 }
 ROOM_MAY_IMPORT["training"] = {
     "types", "utils", "config", "protocols", "algorithms", "data", "checkpoint", "workers",

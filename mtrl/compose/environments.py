@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from mtrl.config import Config
 from mtrl.data.media import decode, read_size
 from mtrl.environments.pool import EnvironmentPool
-from mtrl.environments.records import EnvironmentLimits
+from mtrl.environments.records import Block, EnvironmentLimits
 from mtrl.environments.rewards import EnvironmentFunction, EnvironmentReward
 from mtrl.environments.sessions import Sessions
 from mtrl.models.families import TextEncoder
@@ -27,6 +30,7 @@ from mtrl.utils.errors import StartError
 from mtrl.utils.plugins import split_spec
 
 WANTED = "environments"  # the parameter of reward functions
+GREY = 127
 NAMES = ("reward_function", "compute_score")  # of a function, if the spec has none
 
 
@@ -86,6 +90,18 @@ class RunEnvironments:
         ones = (1.0,) * len(names)
         scorer.functions = functions
         scorer.schedule = [(start, (*weights[:given], *ones, *weights[given:])) for start, weights in scorer.schedule]
+
+
+def blank_messages(encoder: TextEncoder) -> TextEncoder:
+    """A copy to which every image of a message is grey: a control that shows what the images are worth."""
+
+    def encode_message(content: Sequence[Block], after: int, id: str) -> Prompt:
+        blank = [block if isinstance(block, str) else np.full_like(block, GREY) for block in content]
+        return encoder.encode_message(blank, after, id)
+
+    blind: Any = copy(encoder)
+    blind.encode_message = encode_message
+    return blind
 
 
 def environment_row(prompt: Prompt, options: str, answer: str) -> dict[str, Any]:

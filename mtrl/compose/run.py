@@ -12,7 +12,7 @@ from typing import Any
 from mtrl.checkpoint.run_directory import CONFIG
 from mtrl.compose import algorithm, task_source, worker_groups
 from mtrl.compose.critic_worker import build_critic
-from mtrl.compose.environments import RunEnvironments
+from mtrl.compose.environments import RunEnvironments, blank_messages
 from mtrl.compose.memory_limits import preflight_on_gpu
 from mtrl.compose.policy import (
     GivenModel,
@@ -57,21 +57,21 @@ from mtrl.workers.reward_model_worker import RewardModelWorker
 
 logger = logging.getLogger(__name__)
 
-SCENES = CONFIG_FILES["scenes"]
 Reward = Callable[..., Any] | str  # a function, or its name
 
 
 def configure(file: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Config, Path | None]:
     """Load the configuration, and return it with the embedded one that it is based on, if any. Without a file, model
-    and data file that is zoo.yaml: Python rows are few and short, like those of that task. Without a file it is
-    scenes.yaml if the model or the data is that of scenes, and the other is not set."""
+    and data file that is zoo.yaml: Python rows are few and short, like those of that task. Without a file it is that of
+    another embedded task if the model or the data is its own, and the other is not set."""
     values = read_overrides(overrides)
     model, data = values.get("worker.actor.model.model_path"), str(values.get("dataset.train_files") or "")
     embedded: Path | None = None
+    task = packaged_config(data) if data else CONFIG_FILES.get(str(model))
     if file is None and not model and (not data or data.startswith(PYTHON_PREFIX)):
         embedded = CONFIG_FILE
-    elif file is None and model in (None, "", "scenes") and (not data or packaged_config(data) == SCENES):
-        embedded = SCENES
+    elif file is None and task and task != CONFIG_FILE and model in (None, "", task.stem):
+        embedded = task
     return load_config(embedded or file, overrides), embedded
 
 
@@ -241,9 +241,10 @@ def evaluate(
     val_data: task_source.Rows | None = None,
     rewards: Sequence[Reward] | None = None,
     loaded: LoadedModel | None = None,
+    blank_tools: bool = False,
 ) -> Result:
     """Validate a model without training it. Attention is measured only on request or for a reward: it costs a second
-    pass over every response."""
+    pass over every response. `blank_tools`: all images of the environment are grey."""
     check_supported(config)
     if loaded is None:
         set_threads()
@@ -260,7 +261,7 @@ def evaluate(
     generator: Generator = build_generator(config, policy, encoder, weights=weights)
     if environments:
         environments.add_rewards(scorer)
-        generator = environments.converse(generator, encoder)
+        generator = environments.converse(generator, blank_messages(encoder) if blank_tools else encoder)
     pool = closing(environments.pool) if environments else nullcontext()
     with pool, closing(scorer), closing(weights), closing(generator):
         if loaded is not None and not loaded.is_pristine:

@@ -15,13 +15,14 @@ from mtrl.models.load_model import load_model
 from mtrl.models.parity import plain_inputs, row_log_probs
 from pretraining import pretrain
 from pretraining.evaluation import make_prompts
+from pretraining.examples import make_example, pad_examples
 
 
 def test_the_shipped_model_knows_its_lessons():
     encoder = load_encoder(MODEL_DIRECTORY)
     curriculum = pretrain.CURRICULA["zoo"]
-    made = [pretrain.make_example(i, encoder, curriculum) for i in range(40)]
-    examples = pretrain.pad_examples(made, torch.device("cpu"), curriculum)
+    made = [make_example(i, encoder, curriculum) for i in range(40)]
+    examples = pad_examples(made, torch.device("cpu"), curriculum)
     torch.testing.assert_close(examples.probabilities.sum(1), torch.ones(40))
     backbone = Backbone(load_model(MODEL_DIRECTORY))
     looking = torch.ones(40, dtype=torch.long)  # the teacher's second kind of answer: it looks and names what it sees
@@ -66,8 +67,8 @@ def test_the_loss_is_that_of_transformers(family, tmp_path):
     for weight in plain.parameters():  # a random model of this size hardly looks at the picture
         weight.data *= 5 if weight.dim() > 1 else 1
     backbone = Backbone(copy.deepcopy(plain))
-    made = [pretrain.make_example(index, encoder, curriculum) for index in range(3)]
-    examples = pretrain.pad_examples(made, torch.device("cpu"), curriculum)
+    made = [make_example(index, encoder, curriculum) for index in range(3)]
+    examples = pad_examples(made, torch.device("cpu"), curriculum)
     theirs = []
     for index, example in enumerate(made):
         (prompt,) = make_prompts([make_question("train", index)], encoder)
