@@ -1,8 +1,8 @@
 """Responses of several turns: the model calls tools of its environment, reads what they give, and continues.
 
 Any engine samples the turns. A response that waits for its tools does not hold up others: whoever is ready continues
-in the engine's next call (unless there is a barrier). A turn continues the prompt, all own tokens and all messages so far, token by token; nothing
-is tokenized again.
+in the engine's next call (unless there is a barrier). A turn continues the prompt, all own tokens and all messages so
+far, token by token; nothing is tokenized again.
 """
 
 from __future__ import annotations

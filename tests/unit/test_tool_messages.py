@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 
 from mtrl.data.media import decode
 from mtrl.models.families import load_encoder
-from mtrl.types import NO_POOL, TEXT_POOL, VISION_POOL, Medium, Prompt, Task
+from mtrl.models.turns import join_prompts
+from mtrl.types import NO_POOL, TEXT_POOL, VISION_POOL, Medium, Task
 
 PUBLISHED = Path(trl.__file__).parent / "chat_templates"  # copies of the templates of published models
 PICTURE = np.random.default_rng(0).integers(0, 256, (75, 130, 3), dtype=np.uint8)
@@ -111,7 +112,7 @@ def test_a_message_is_encoded_as_a_prompt_is(family):
     assert (message.token_pool[special] == NO_POOL).all() and (message.token_pool == TEXT_POOL).any()
     assert message.task.id == "t:0#1.0" and message.task.media == (Medium("image", None),)
     assert message.task.text == "<tool_response>\nimage 1: <image> it is big\n</tool_response>"
-    inputs = encoder.inputs(Prompt.join([prompt, message], "both"))
+    inputs = encoder.inputs(join_prompts([prompt, message], "both"))
     assert inputs["position_ids"].shape[-1] == len(prompt.ids) + len(message.ids)
 
 

@@ -12,6 +12,7 @@ from PIL import Image
 from view_helpers import make_step, picture, recorded
 
 from mtrl.algorithms.metrics import step_metrics, tool_metrics
+from mtrl.models.turns import encoded_prompts
 from mtrl.tracking.blocks import RECORD_DIR, DamagedRecord
 from mtrl.tracking.feed import make_training_samples
 from mtrl.tracking.jsonl import read_rows
@@ -71,6 +72,8 @@ def test_a_row_has_the_turns_in_order(tmp_path):
     files.rollouts(1, conversations())
     first, second, third = read_rows(tmp_path / "rollouts.jsonl")
     assert first["response"] == "row 0" and first["tokens"] == 2, "its own words and tokens"
+    digests = first["response_turns"][1].pop("images")
+    assert len(digests) == len(set(digests)) == 2, "two pictures"
     assert first["response_turns"] == [
         {"role": "assistant", "content": "t0"},
         {"role": "tool", "content": "enlarged:<image><image>", "tools": ["zoom", ""], "errors": 1, "tokens": 11,
@@ -119,7 +122,7 @@ def test_names_of_tools_are_no_markup(tmp_path):
 
 def test_a_log_keeps_no_pixels_in_memory():
     kept = without_pixels(conversations().rollouts)
-    assert not any(prompt.media or prompt.task.media for prompt in kept.encoded)
+    assert not any(prompt.media or prompt.task.media for prompt in encoded_prompts(kept))
     assert kept.observations[0].turns[0].message.task.text == "enlarged:<image><image>" and kept.observations[1] is None
 
 
