@@ -28,6 +28,8 @@ from mtrl.types import (
     Weights,
 )
 
+Schema = Mapping[str, Any]  # of a tool: {"type": "function", "function": {"name": .., "parameters": {..}, ..}}
+
 
 @dataclass(frozen=True)
 class ImageSettings:
@@ -126,6 +128,17 @@ class PromptEncoder(Protocol):
 
     def decode(self, ids: Sequence[int] | Tensor) -> str:
         """The text of a response, without special tokens."""
+
+    def with_tools(self, tools: Mapping[str, Sequence[Schema]]) -> PromptEncoder:
+        """A copy whose prompts describe the tools of the environment that a row's column `environment` names. The name
+        "" has those of every row."""
+
+    def check_messages(self) -> None:
+        """Raise a ValueError if the chat template cannot show what an environment says in the middle of a response."""
+
+    def encode_message(self, content: Sequence[str | np.ndarray], after: int, id: str) -> Prompt:
+        """What a response reads between its last token `after`, one of the stop tokens, and its next one. `content` are
+        texts and images, uint8 RGB [H, W, 3] of any size. Special tokens that a text spells out are text."""
 
 
 class TaskSource(Protocol):

@@ -91,6 +91,30 @@ class Prompt:
     token_pool: Tensor  # [L], NO_POOL, TEXT_POOL or VISION_POOL
 
 
+@dataclass(frozen=True, eq=False)
+class EnvironmentTurn:
+    """A message of the environment in the middle of a response, and what it answers: EnvironmentTurn(3, message,
+    ("zoom",)) comes after the response's third own token."""
+
+    after: int  # tokens of the response itself that come before it, at least 1
+    message: Prompt  # with all that the chat template writes up to the response's next token
+    tools: tuple[str, ...] = ()  # that were called
+    errors: int = 0  # calls that gave an error
+    waited: float = 0.0  # seconds until all results were there
+
+
+@dataclass(frozen=True, eq=False)
+class Observations:
+    """What the environment said during one response. The model reads it and did not write it: it is context like the
+    prompt, in no stream of tokens, so that nothing learns from it and no mean counts it (`models/turns.py`).
+
+    A response of 5 own tokens with a message after the third is read as own[:3], message, own[3:].
+    """
+
+    id: str  # of the response: unlike that of any task
+    turns: tuple[EnvironmentTurn, ...]  # none if the response called no tool
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Sampling parameters. Tokens are keyed by (seed, step, task id, sample), never by the batch: the same key gives
@@ -137,15 +161,28 @@ class Rollouts:
     version: Tensor  # [N], version of the weights that sampled the row
     routed_experts: Tensor | None = None  # [N, T, layers, k] experts of the state that each token was sampled from
     noised: Tensor | None = None  # [N] bool: sampled on a noised image, not on that of `prompts`; None: no row is
+    observations: tuple[Observations | None, ...] | None = None  # [N] of several turns; None: no environment
 
     def __len__(self) -> int:
         return len(self.group)
 
     @property
     def visual(self) -> Tensor:
-        """[N] bool: rows whose prompt has an image or a video."""
+        """[N] bool: rows whose prompt has an image or a video, or that were shown one since."""
         by_prompt = torch.tensor([prompt.task.visual for prompt in self.prompts], dtype=torch.bool)
-        return by_prompt[self.group]
+        shown = (any(turn.message.media for turn in each.turns) if each else False for each in self.observed)
+        return by_prompt[self.group] | torch.tensor([*shown], dtype=torch.bool)
+
+    @property
+    def observed(self) -> Sequence[Observations | None]:
+        """[N] `observations`, also where there is no environment."""
+        return self.observations or len(self) * (None,)
+
+    @property
+    def read_tokens(self) -> Tensor:
+        """[N] tokens that a pass reads of each row, those of its observations included."""
+        read = [sum(len(turn.message.ids) for turn in each.turns) if each else 0 for each in self.observed]
+        return self.mask.sum(1) + torch.tensor(read, dtype=torch.long)
 
     @property
     def truncated(self) -> Tensor:

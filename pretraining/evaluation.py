@@ -11,14 +11,16 @@ import numpy as np
 import torch
 
 from mtrl.data.media import decode, read_size
-from mtrl.embedded import scenes
+from mtrl.embedded import look_again, scenes
+from mtrl.embedded.look_again import LookAgainQuestion
 from mtrl.embedded.scenes import SceneQuestion
 from mtrl.embedded.task import LETTERS, ZooQuestion
 from mtrl.protocols import Generator, PromptEncoder
 from mtrl.types import Medium, Prompt, Rollouts, Sampling, Task
 
 WELL_FORMED = re.compile(r"<think>.*?</think>\s*<answer>\s*(\w+)\s*</answer>\s*", re.DOTALL)
-Question = ZooQuestion | SceneQuestion
+Question = ZooQuestion | SceneQuestion | LookAgainQuestion
+NAMES: dict[type[Question], str] = {ZooQuestion: "zoo", SceneQuestion: scenes.NAME, LookAgainQuestion: look_again.NAME}
 CHANCE = 1 / 6  # accuracy of an answer to `scenes` without looking
 
 
@@ -33,7 +35,7 @@ class Grades:
 
 
 def make_task(question: Question) -> Task:
-    name = "zoo" if isinstance(question, ZooQuestion) else scenes.NAME
+    name = NAMES[type(question)]
     return Task(
         id=f"{name}-{question.split}:{question.index}",
         origin=f"{name}, {question.split}, question {question.index + 1}",
@@ -72,7 +74,7 @@ def grade(questions: Sequence[Question], rollouts: Rollouts) -> Grades:
 def parse_answer(text: str, question: Question) -> str | None:
     """The answer of a response; None if its format is wrong or the answer is none of the possible ones."""
     match = WELL_FORMED.fullmatch(text)
-    choices = tuple(LETTERS) if isinstance(question, ZooQuestion) else scenes.VALUES[question.kind]
+    choices = scenes.VALUES[question.kind] if isinstance(question, SceneQuestion) else tuple(LETTERS)
     return match[1] if match and match[1] in choices else None
 
 

@@ -16,13 +16,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from mtrl.embedded.draw import Draw
 from mtrl.embedded.scenes import (
     COLOURS,
     KINDS,
+    NAME,
     PLACES,
     SHAPES,
     SIZES,
-    Draw,
+    VERSION,
     Kind,
     Route,
     SceneQuestion,
@@ -66,7 +68,7 @@ NOISE = (
 
 def demonstrations(question: SceneQuestion) -> list[Demonstration]:
     """Some answers of the teacher, each drawn from its own key."""
-    draws = [Draw("teacher", question.split, question.index, number) for number in range(DEMONSTRATIONS)]
+    draws = [Draw(NAME, VERSION, "teacher", question.split, question.index, number) for number in range(DEMONSTRATIONS)]
     return [Demonstration(write_answer(question, draw), 1 / DEMONSTRATIONS) for draw in draws]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mtrl.embedded.look_again import LookAgainQuestion
 from mtrl.embedded.task import HABITS, LETTERS, Kind, ZooQuestion
 
 HABIT_RATE = {1: 0.36, 2: 0.55, 3: 0.66}
@@ -63,5 +64,5 @@ def describe(question: ZooQuestion, value: str) -> str:
     return "I look: " + SEEN[question.kind].format(subject=question.subject, value=value)
 
 
-def format_response(question: ZooQuestion, thought: str, value: str) -> str:
+def format_response(question: ZooQuestion | LookAgainQuestion, thought: str, value: str) -> str:
     return f"<think>{thought}</think><answer>{LETTERS[question.options.index(value)]}</answer>"

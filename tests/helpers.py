@@ -16,9 +16,11 @@ from torch import Tensor
 from mtrl.algorithms.losses import loss_weights
 from mtrl.types import (
     Credit,
+    EnvironmentTurn,
     Experience,
     LossWeights,
     Medium,
+    Observations,
     Prompt,
     Rewards,
     Rollouts,
@@ -99,6 +101,20 @@ def fake_rollouts(
         finish_reason=tuple("length" if cut else "stop" for cut in truncated or [False] * rows),
         version=torch.arange(rows),
     )
+
+
+def fake_turn(after: int, text: str, *images: np.ndarray, **facts: Any) -> EnvironmentTurn:
+    """A message of an environment of two text tokens, and four for each image."""
+    content = [{"type": "text", "text": text}, *({"type": "image"} for _ in images)]
+    encoded = fake_prompt("message", bool(images), vision_tokens=4 * len(images))
+    task = replace(encoded.task, messages=({"role": "tool", "content": content},))
+    return EnvironmentTurn(after, replace(encoded, task=task, media=images), **facts)
+
+
+def with_turns(experience: Experience, *turns: Sequence[EnvironmentTurn] | None) -> Experience:
+    """The experience with these messages of an environment during its responses; None: a row without any record."""
+    observations = tuple(None if each is None else Observations(f"o{i}", tuple(each)) for i, each in enumerate(turns))
+    return replace(experience, rollouts=replace(experience.rollouts, observations=observations))
 
 
 def fake_batch(

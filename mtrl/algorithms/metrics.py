@@ -25,7 +25,7 @@ def step_metrics(experience: Experience, cut: bool) -> Metrics:
     values = reward_metrics(experience.rewards, rollouts.group) | noised_metrics(experience.rewards, rollouts)
     values |= sensitivity_metrics(signals, mask, rollouts.visual)
     values |= attention_metrics(signals, rollouts)
-    values |= length_metrics(mask, rollouts.truncated)
+    values |= length_metrics(mask, rollouts.truncated) | tool_metrics(rollouts)
     if signals.old_logprobs is not None:
         values |= mismatch_metrics(signals.old_logprobs, rollouts.rollout_logprobs, comparable, cut)
         if signals.support is not None:
@@ -153,6 +153,33 @@ def learnt_metrics(learnt: Metrics, cut: bool) -> Metrics:
 
 def length_metrics(mask: Tensor, truncated: Tensor) -> Metrics:
     return summary("response_length", mask.sum(1)) | {"response_length/truncated": masked_rate(truncated)}
+
+
+def tool_metrics(rollouts: Rollouts) -> Metrics:
+    """Means of `tool_values`, and the longest wait; none without an environment."""
+    values = tool_values(rollouts)
+    metrics = {name: sum(each) / len(each) for name, each in values.items() if each}
+    waited = values.get("tools/waited_mean")
+    return metrics | ({"tools/waited_max": max(waited)} if waited else {})
+
+
+def tool_values(rollouts: Rollouts) -> dict[str, list[float]]:
+    """The numbers whose means are metrics: one of each response, of each call (failures) or of each message (waits)."""
+    if rollouts.observations is None:
+        return {}
+    by_response = [() if each is None else each.turns for each in rollouts.observations]
+    messages = [turn for turns in by_response for turn in turns]
+    lengths = rollouts.mask.sum(1).tolist()
+    return {
+        "tools/turns": [  # of the model itself: a response may end with a message
+            1.0 + sum(turn.after < length for turn in turns) for turns, length in zip(by_response, lengths, strict=True)
+        ],
+        "tools/calls": [float(sum(len(turn.tools) for turn in turns)) for turns in by_response],
+        "tools/failure_frequency": [float(call < turn.errors) for turn in messages for call in range(len(turn.tools))],
+        "tools/images": [float(sum(len(turn.message.media) for turn in turns)) for turns in by_response],
+        "tools/tokens": (rollouts.read_tokens - rollouts.mask.sum(1)).double().tolist(),
+        "tools/waited_mean": [turn.waited for turn in messages],
+    }
 
 
 def attention_metrics(signals: Signals, rollouts: Rollouts) -> Metrics:

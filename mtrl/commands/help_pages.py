@@ -4,8 +4,8 @@ importing a module would load torch, and help and completion have to be quick.""
 import os
 
 COMMANDS = (
-    "train", "demo", "eval", "data", "prepare", "reward", "attention", "plot", "compare", "view", "report", "export",
-    "doctor", "bench", "config", "convert", "completion",
+    "train", "demo", "eval", "data", "prepare", "reward", "attention", "tools", "plot", "compare", "view", "report",
+    "export", "doctor", "bench", "replay", "config", "convert", "completion",
 )  # fmt: skip
 MODULES = {"eval": "evaluate"}  # commands whose module has another name
 

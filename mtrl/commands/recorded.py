@@ -61,7 +61,7 @@ class RunRecord:
         rows = (row for row in self._rows() if row.get("attempt") == attempts[row["step"]])
         for (step, name), members in groupby(rows, key=lambda row: (row["step"], row["id"])):
             responses = list(members)
-            task = self._task(name)
+            task = self.find(name)
             self.joined[task is not None] += len(responses)
             if task is None:
                 task = Task(name, f"row {name}", (), answer=responses[0].get("answer"))
@@ -87,7 +87,8 @@ class RunRecord:
             "their response and answer, but no prompt, images or columns"
         ]
 
-    def _task(self, name: str) -> Task | None:
+    def find(self, name: str) -> Task | None:
+        """The task of this id in the data; None if it is not there."""
         fingerprint, _, row = name.rpartition(":")
         for source in self.sources:
             if source.fingerprint == fingerprint and row.isdigit():

@@ -12,6 +12,7 @@ from typing import Any
 from mtrl.checkpoint.run_directory import CONFIG
 from mtrl.compose import algorithm, task_source, worker_groups
 from mtrl.compose.critic_worker import build_critic
+from mtrl.compose.environments import RunEnvironments, blank_messages
 from mtrl.compose.memory_limits import preflight_on_gpu
 from mtrl.compose.policy import (
     GivenModel,
@@ -36,7 +37,7 @@ from mtrl.embedded.embedded_rows import CONFIG_FILE, CONFIG_FILES, packaged_conf
 from mtrl.models.model_object import check_model_object
 from mtrl.models.perturb import PERTURBATIONS
 from mtrl.models.state_dicts import exported_weights
-from mtrl.protocols import Tracker
+from mtrl.protocols import Generator, Tracker
 from mtrl.rewards.scorer import RewardScorer
 from mtrl.tracking.record import TokenPieces
 from mtrl.tracking.run_files import read_history
@@ -56,21 +57,21 @@ from mtrl.workers.reward_model_worker import RewardModelWorker
 
 logger = logging.getLogger(__name__)
 
-SCENES = CONFIG_FILES["scenes"]
 Reward = Callable[..., Any] | str  # a function, or its name
 
 
 def configure(file: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Config, Path | None]:
     """Load the configuration, and return it with the embedded one that it is based on, if any. Without a file, model
-    and data file that is zoo.yaml: Python rows are few and short, like those of that task. Without a file it is
-    scenes.yaml if the model or the data is that of scenes, and the other is not set."""
+    and data file that is zoo.yaml: Python rows are few and short, like those of that task. Without a file it is that of
+    another embedded task if the model or the data is its own, and the other is not set."""
     values = read_overrides(overrides)
     model, data = values.get("worker.actor.model.model_path"), str(values.get("dataset.train_files") or "")
     embedded: Path | None = None
+    task = packaged_config(data) if data else CONFIG_FILES.get(str(model))
     if file is None and not model and (not data or data.startswith(PYTHON_PREFIX)):
         embedded = CONFIG_FILE
-    elif file is None and model in (None, "", "scenes") and (not data or packaged_config(data) == SCENES):
-        embedded = SCENES
+    elif file is None and task and task != CONFIG_FILE and model in (None, "", task.stem):
+        embedded = task
     return load_config(embedded or file, overrides), embedded
 
 
@@ -100,6 +101,9 @@ def build(
         if given is not None and loaded is None:
             loaded = adopt_model(config, given, directory.used)
         encoder = build_encoder(config) if loaded is None else loaded.encoder
+        if environments := RunEnvironments.open(config):
+            closing.callback(environments.pool.close)
+            encoder = environments.show_tools(encoder)
         files = config.dataset.train_files if data is None else data
         answer_rewards = task_source.rewards_needing_answers(config, rewards)
         dataset = task_source.open_data(config, files, "train", encoder, directory.path, answer_rewards)
@@ -120,6 +124,8 @@ def build(
         can_read_attention = uses_own_attention(config) if loaded is None else loaded.policy.backbone.uses_own_attention
         scorer = build_scorer(config, steps, rewards, ranked)
         closing.callback(scorer.close)
+        if environments:
+            environments.add_rewards(scorer)
         warn_about_unmatched_answers(dataset, scorer.functions)
         own = build_trackers(config, steps, encoder, directory.path, start.step)
         tracker = Trackers([*own, *trackers], before=directory.check_still_ours)
@@ -145,7 +151,7 @@ def build(
         closing.callback(workers.generator.close)
         components = Components(
             source=sampler,
-            generator=workers.generator,
+            generator=environments.converse(workers.generator, encoder) if environments else workers.generator,
             scorer=scorer,
             probers=[workers.actor] if workers.critic is None else [workers.actor, workers.critic],
             actor=workers.actor,
@@ -235,22 +241,29 @@ def evaluate(
     val_data: task_source.Rows | None = None,
     rewards: Sequence[Reward] | None = None,
     loaded: LoadedModel | None = None,
+    blank_tools: bool = False,
 ) -> Result:
     """Validate a model without training it. Attention is measured only on request or for a reward: it costs a second
-    pass over every response."""
+    pass over every response. `blank_tools`: all images of the environment are grey."""
     check_supported(config)
     if loaded is None:
         set_threads()
     encoder, policy = build_policy(config) if loaded is None else (loaded.encoder, loaded.policy)
     answer_rewards = task_source.rewards_needing_answers(config, rewards)
-    validation = task_source.build_validation(config, encoder, None, answer_rewards=answer_rewards, data=val_data)
+    environments = RunEnvironments.open(config)
+    shown = environments.show_tools(encoder) if environments else encoder
+    validation = task_source.build_validation(config, shown, None, answer_rewards=answer_rewards, data=val_data)
     if validation is None:
         raise ConfigError(
             ["dataset.val_files: there is no data to evaluate on; name a file (--data F, in Python val_data=)"]
         )
     scorer, weights = build_scorer(config, 1, rewards), build_weights(config, policy)
-    generator = build_generator(config, policy, encoder, weights=weights)
-    with closing(scorer), closing(weights), closing(generator):
+    generator: Generator = build_generator(config, policy, encoder, weights=weights)
+    if environments:
+        environments.add_rewards(scorer)
+        generator = environments.converse(generator, blank_messages(encoder) if blank_tools else encoder)
+    pool = closing(environments.pool) if environments else nullcontext()
+    with pool, closing(scorer), closing(weights), closing(generator):
         if loaded is not None and not loaded.is_pristine:
             with generator.resident():
                 generator.load(Weights(0, exported_weights(loaded.model)))

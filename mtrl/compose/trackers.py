@@ -34,10 +34,10 @@ def build_trackers(config: Config, steps: int, encoder: TextEncoder, directory: 
     training = config.training
     grouped = config.estimator_name in GROUP_ESTIMATORS
     logs = LogPaths.make(directory / "logs", training.rollout_log_path, training.attention_diag_log_path)
-    files = RunFiles(directory, training.realtime_rollout_logging)
+    files = RunFiles(directory, training.realtime_rollout_logging, decode=encoder.decode)
     trackers: list[Tracker] = [
         files,
-        MarkdownLogs(logs, encoder.decode_tokens, training.realtime_rollout_logging),
+        MarkdownLogs(logs, encoder.decode_tokens, training.realtime_rollout_logging, decode_text=encoder.decode),
         RunAlerts(first_steps(directory), groups=grouped),
         CurveFile(directory),
     ]
@@ -46,7 +46,7 @@ def build_trackers(config: Config, steps: int, encoder: TextEncoder, directory: 
     settings = flatten(to_dict(config))
     run = RunInfo(training.project_name, training.experiment_name, directory, settings, first_step=done + 1)
     names = [spec for spec in training.logger if isinstance(spec, str)]
-    trackers += [LoggerFeed(name, partial(SINKS[name], run)) for name in names if name in SINKS]
+    trackers += [LoggerFeed(name, partial(SINKS[name], run), encoder.decode) for name in names if name in SINKS]
     offered = {"run_dir": directory, "steps": steps, "first_step": done + 1}
     for spec in training.logger:
         if spec not in LOGGERS:

@@ -59,7 +59,7 @@ class Conflict(NamedTuple):
 def find_conflicts(config: Config) -> Iterator[Conflict]:
     checks = [
         _check_run_names, _check_sizes, _check_batches_and_lengths, _check_groups, _check_filtering, _check_divergence,
-        _check_credit, _check_precision, _check_engine, _check_tensor_parallel, _check_adapters,
+        _check_credit, _check_precision, _check_environment, _check_engine, _check_tensor_parallel, _check_adapters,
         _check_reward_functions, _check_reward_weights,
     ]  # fmt: skip
     for check in checks:
@@ -336,6 +336,24 @@ def _check_tensor_parallel(config: Config) -> Iterator[Conflict]:
             ("worker.rollout.tensor_parallel_size", *keys),
             f"each engine uses that many GPUs, which must divide the {gpus} GPUs of the engines",
         )
+
+
+def _check_environment(config: Config) -> Iterator[Conflict]:
+    rollout, optimization = config.worker.rollout, config.optimization
+    if rollout.environment is None:
+        return
+    not_with = {
+        ("worker.hybrid_engine", "set it to true"): not config.worker.hybrid_engine,
+        ("worker.rollout.off_policy_steps", "set it to 0"): rollout.off_policy_steps > 0,
+        ("worker.rollout.noisy_half", "set it to false"): rollout.noisy_half,
+        ("optimization.replay_buffer_size", "what tools showed is not stored; set it to 0"): (
+            optimization.replay_buffer_size > 0
+        ),
+        ("worker.actor.ulysses_size", "set it to 1"): config.worker.actor.ulysses_size > 1,
+    }
+    for (key, advice), is_on in not_with.items():
+        if is_on:
+            yield Conflict(("worker.rollout.environment", key), f"not supported with an environment; {advice}")
 
 
 def _check_engine(config: Config) -> Iterator[Conflict]:

@@ -351,7 +351,7 @@ _TRL = {
     **dict.fromkeys(_VESPO, "none: there is no loss vespo"),
     "off_policy_mask_threshold": "none: optimization.tis_clip limits the weight of such responses instead",
     "use_bias_correction_kl": "none: the divergence is not multiplied by the ratio of new to old probability",
-    "max_tool_calling_iterations": "none: a response is one turn without tools",
+    "max_tool_calling_iterations": "worker.rollout.max_turns; tools are in worker.rollout.environment",
     "sapo_temperature_pos": "optimization.tau_positive",
     "sapo_temperature_neg": "optimization.tau_negative",
     "reward_funcs": "worker.reward.functions",

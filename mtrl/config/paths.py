@@ -15,7 +15,8 @@ from mtrl.config.packaged import CONFIG_DIR
 PathKind = Literal["folder", "template", "data", "code"]
 """A plain path; one that may be packaged; data as a comma-separated list with `@split`; code as `file.py:name`."""
 
-EMBEDDED = ("zoo@", "scenes@", "scenes-blank@")  # splits of the embedded tasks, not folders
+# Splits of the embedded tasks, not folders.
+EMBEDDED = ("zoo@", "scenes@", "scenes-blank@", "lookagain@", "lookagain-blank@")
 CODE_ARGUMENTS = ("name", "spans")  # arguments of a credit rule: the rule, and the function that marks characters
 PYTHON_PREFIX = "python:"  # names an object that a script gave to mtrl.Trainer: rows, or a reward function
 

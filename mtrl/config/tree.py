@@ -349,6 +349,13 @@ class RolloutConfig:
     gpu_memory_utilization: float = key(0.4, "fraction of GPU memory for vLLM", "(0, 1]")
     tensor_parallel_size: int = key(1, "GPUs per vLLM engine; divides n_gpus or all GPUs", "[1, inf)")
     enable_prefix_caching: bool = key(True, "responses share the KV cache of their prompt")
+    environment: str | Mapping[str, str] | None = key(
+        None, "class with tools, file.py:Class; or by the values of the column environment", path_kind="code"
+    )
+    max_turns: int = key(8, "messages of the environment in a response", "[1, 1000]")
+    tool_timeout_s: float = key(30.0, "time limit of a tool call", "(0, inf)")
+    tool_barrier: bool = key(False, "a turn waits for the tools of all responses: slower, but repeatable to the bit")
+    environment_processes: int = key(4, "processes of environments; a group of responses shares one", "[1, 256]")
     val: ValSamplingConfig = field(default_factory=ValSamplingConfig)
 
 

@@ -26,6 +26,7 @@ from mtrl.data.row_settings import RowError, shorten
 from mtrl.data.sample_range import check_colors, has_wide_gray, has_wide_samples, to_gray
 from mtrl.types import Medium
 from mtrl.utils.files import regular_file
+from mtrl.utils.images import resize_image
 
 MAX_PIXELS = 89_478_485  # per image: 256 MiB of RGB, where Pillow begins to warn of decompression bombs
 # Formats that Pillow decodes itself; for others, such as EPS, it would run a program.
@@ -139,9 +140,7 @@ def decode(medium: Medium, target: Size) -> np.ndarray:
         transpose = TRANSPOSES.get(_orientation(image, data))
         upright = _decode_rgb(image, data, medium)
         upright = upright.transpose(transpose) if transpose is not None else upright
-    if upright.size != (target[1], target[0]):
-        upright = upright.resize((target[1], target[0]), Image.Resampling.BICUBIC)
-    return np.asarray(upright)
+    return resize_image(upright, *target)
 
 
 def limit_side(size: Size, max_side: int | None) -> Size:

@@ -13,12 +13,12 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from mtrl.data.media import MAX_PIXELS, WITH_ARTICLE, Size, decode, limit_side, media_name, open_bytes, read_size
 from mtrl.data.row_settings import DataError, RowError
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Medium, Task
+from mtrl.utils.images import resize_image
 
 # Containers that hold their own frames; a playlist would make PyAV open or fetch other files.
 CONTAINERS = "mov,matroska,avi,mpeg,mpegts,flv,asf,ogg,gif,mpegvideo,h264,hevc,m4v"
@@ -122,10 +122,8 @@ def _decode_frames(medium: Medium, target: Size) -> np.ndarray:
 
 
 def _resize(frame: Any, target: Size) -> np.ndarray:
-    array = np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), _quarter_turns(frame)))
-    if array.shape[:2] == tuple(target):
-        return array
-    return np.asarray(Image.fromarray(array).resize((target[1], target[0]), Image.Resampling.BICUBIC))
+    upright = np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), _quarter_turns(frame)))
+    return resize_image(upright, *target)
 
 
 def _quarter_turns(frame: Any) -> int:

@@ -28,7 +28,7 @@ from mtrl.workers.micro_batches import NO_LIMIT
 def partition_rows(rollouts: Rollouts, groups: int, share_prefix: bool = True) -> list[Tensor]:
     """The rows of each group of ranks: whole prompt groups, balanced by tokens. Some may get none."""
     prompt_tokens = [len(prompt.ids) for prompt in rollouts.prompts]
-    pieces = cut_groups(rollouts.group, rollouts.mask.sum(1), prompt_tokens, NO_LIMIT, share_prefix)
+    pieces = cut_groups(rollouts.group, rollouts.read_tokens, prompt_tokens, NO_LIMIT, share_prefix)
     return [row_index(share) for share in balance(pieces, groups)]
 
 
@@ -38,7 +38,7 @@ def rows_or_dummy(rollouts: Rollouts, rows: Tensor) -> Rollouts:
 
 
 def dummy_row(rollouts: Rollouts) -> Tensor:
-    return rollouts.mask.sum(1).argmin()[None]
+    return rollouts.read_tokens.argmin()[None]
 
 
 class StatefulProxy(RemoteProxy[WorkerGroup]):

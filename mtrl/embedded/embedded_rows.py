@@ -7,16 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mtrl.embedded import scenes, task
+from mtrl.embedded import look_again, scenes, task
 from mtrl.embedded.task import Split
 from mtrl.utils.embedded_models import MODELS
 
 HOME = Path(__file__).parent
 SIZES: dict[Split, int] = {"train": 2000, "validation": 200, "test": 1000}
 SCENES_SIZES: dict[Split, int] = {"train": 2000, "validation": 400, "test": scenes.TEST_QUESTIONS}
+LOOK_AGAIN_SIZES: dict[Split, int] = {"train": 2000, "validation": 400, "test": look_again.TEST_QUESTIONS}
 MODEL_DIRECTORY = MODELS["zoo"]
-CONFIG_FILE = HOME / "zoo.yaml"
-CONFIG_FILES = {"zoo": CONFIG_FILE, "scenes": HOME / "scenes.yaml"}
+CONFIG_FILES = {name: HOME / f"{name}.yaml" for name in MODELS}
+CONFIG_FILE = CONFIG_FILES["zoo"]
 TASK_VERSION = 1  # raise it when the same index gives another question
 
 
@@ -67,16 +68,44 @@ class BlankSceneRows(SceneRows):
         return scenes.row(scenes.make_question(self.split, index), blank=True)
 
 
-TASKS: dict[str, type[ZooRows]] = {"zoo": ZooRows, "scenes": SceneRows, "scenes-blank": BlankSceneRows}
+class LookAgainRows(ZooRows):
+    """One split of `lookagain`."""
+
+    title = "embedded task lookagain"
+    version_tag = f"{look_again.NAME}{look_again.VERSION}"
+    sizes = LOOK_AGAIN_SIZES
+
+    def read(self, index: int) -> dict[str, Any]:
+        return look_again.row(look_again.make_question(self.split, index))
+
+
+class BlankLookAgainRows(LookAgainRows):
+    """The same questions, whose zooms show grey: a control, on which nothing can be learned by zooming."""
+
+    title = "embedded task lookagain without its zooms"
+    version_tag = f"{look_again.NAME}{look_again.VERSION}-blank"
+
+    def read(self, index: int) -> dict[str, Any]:
+        return look_again.row(look_again.make_question(self.split, index), blank=True)
+
+
+TASKS: dict[str, type[ZooRows]] = {
+    "zoo": ZooRows,
+    "scenes": SceneRows,
+    "scenes-blank": BlankSceneRows,
+    "lookagain": LookAgainRows,
+    "lookagain-blank": BlankLookAgainRows,
+}
+ALIASES = {"zoo@lookagain": "lookagain@train"}
 
 
 def embedded_rows(name: str) -> ZooRows:
     """The rows of a task and split, such as `zoo@test`."""
-    task_name, _, split = name.partition("@")
+    task_name, _, split = ALIASES.get(name, name).partition("@")
     return TASKS[task_name](split)  # type: ignore[arg-type]
 
 
 def packaged_config(data: str) -> Path | None:
     """The settings file of an embedded task and its model, if `data` names such a task."""
-    name, at, _ = data.partition("@")
+    name, at, _ = ALIASES.get(data, data).partition("@")
     return CONFIG_FILES[name.removesuffix("-blank")] if at and name in TASKS else None

@@ -17,16 +17,16 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from PIL import Image
 
+from mtrl.embedded.draw import Draw
 from mtrl.embedded.pictures import CELL, COLOURS, SHAPES, DrawnShape, render
 from mtrl.embedded.task import Split
 from mtrl.utils.seeding import rng_for
 
 Kind = Literal["colour", "shape", "chain", "count", "comparison"]
-Choice = TypeVar("Choice")
 
 NAME = "scenes"
 VERSION = 1  # raise it when the same index gives another question
@@ -121,30 +121,10 @@ def row(question: SceneQuestion, blank: bool = False) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------------------------------------- composition
-class Draw:
-    """Random draws from a key."""
-
-    def __init__(self, *key: int | str) -> None:
-        self.rng = rng_for(NAME, VERSION, *key)
-
-    def one(self, options: Sequence[Choice]) -> Choice:
-        return options[int(self.rng.integers(len(options)))]
-
-    def some(self, options: Sequence[Choice], count: int) -> list[Choice]:
-        return [options[index] for index in self.rng.permutation(len(options))[:count].tolist()]
-
-    def number(self, low: int, high: int) -> int:
-        """Both limits are included."""
-        return int(self.rng.integers(low, high + 1))
-
-    def chance(self, probability: float) -> bool:
-        return bool(self.rng.random() < probability)
-
-
 def make_question(split: Split, index: int) -> SceneQuestion:
     """The question at an index of a split; the kinds alternate."""
     kind = KINDS[index % len(KINDS)]
-    draw = Draw("question", split, index)
+    draw = Draw(NAME, VERSION, "question", split, index)
     while True:
         question = compose(split, index, kind, draw)
         if find_split(question.things) == split:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -120,8 +121,12 @@ def row(question: ZooQuestion) -> dict[str, Any]:
 
 
 def find_split(items: tuple[Item, ...]) -> Split:
-    """The only split of a layout: 80% train, 10% validation, 10% test."""
-    layout = sorted((item.place, item.colour, item.shape) for item in items)
+    """The only split of a picture's layout."""
+    return split_of(sorted((item.place, item.colour, item.shape) for item in items))
+
+
+def split_of(layout: Sequence[tuple[object, ...]]) -> Split:
+    """80% of all layouts belong to train, 10% to validation, 10% to test."""
     bucket = hashlib.sha256(repr(layout).encode()).digest()[0]
     return "train" if bucket < 205 else "validation" if bucket < 231 else "test"
 

@@ -18,6 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from mtrl.environments.messages import Request, Verb, WorkerSetup
@@ -38,6 +39,7 @@ from mtrl.utils.errors import StartError
 COLUMN = "environment"  # of a row: names its environment, if there are several
 Row = Mapping[str, Any]
 Functions = Mapping[str, Mapping[str, Any]]
+Key = tuple[int | str, ...]  # of random numbers
 
 
 class EnvironmentPool:
@@ -143,7 +145,8 @@ class EnvironmentPool:
         if call.name not in names:
             listed = ", ".join(names) or "none"
             return self._refuse(call, "unknown_tool", f"Tool {call.name[:100]} not found. There is: {listed}.")
-        return session.request("call", (session.turn, session.calls), call.name, dict(call.arguments))
+        key = session.state.key.at(session.turn, session.calls)
+        return session.request("call", key, call.name, dict(call.arguments))
 
     def _refuse(self, call: ToolCall, kind: ErrorKind, message: str) -> Future[ToolResult]:
         self._errors[kind] += 1
@@ -166,16 +169,18 @@ class Session:
         return self.state.tools.schemas
 
     def reset(self) -> Future[ToolResult]:
-        """Begin, once. The content ends the prompt's last message."""
+        """Begin, once. The content ends the prompt's last message. The rollouts of a group share their prompt, so all
+        of them draw the same numbers here."""
         if self._reset:
             raise ValueError("a session begins once; open another for another rollout")
         self._reset = True
-        return self.request("reset", (0,), self.state.environment, self.state.row)
+        key = replace(self.state.key, sample=0).at(0)
+        return self.request("reset", key, self.state.environment, self.state.row)
 
     def reward(self) -> Future[ScoreResult]:
         """The reward by the environment's own `get_reward`; None if it has none."""
         if self.state.tools.rewards:
-            return self.request("get_reward", (self.pool.limits.turns + 1,))
+            return self.request("get_reward", self.state.key.at(self.pool.limits.turns + 1))
         future: Future[ScoreResult] = Future()
         future.set_result(ScoreResult())
         return future
@@ -184,15 +189,15 @@ class Session:
         """End the rollout, after all that was asked before."""
         if not self._closed:
             self._closed = True
-            self.request("close", (self.pool.limits.turns + 2,))
+            self.request("close", self.state.key.at(self.pool.limits.turns + 2))
             self.pool._forget(self)
 
-    def request(self, verb: Verb, place: tuple[int, ...], name: str = "", arguments: Any = None) -> Future[Any]:
+    def request(self, verb: Verb, key: Key, name: str = "", arguments: Any = None) -> Future[Any]:
         if not self._reset or (self._closed and verb != "close"):
             raise ValueError("a session is used after reset and before close")
         method = {"call": name, "close": "_close"}.get(verb, verb)
         waits = method in self.state.tools.asynchronous
-        request = Request(verb, (self.state.number,), self.state.key.at(*place), name, arguments, asynchronous=waits)
+        request = Request(verb, (self.state.number,), key, name, arguments, asynchronous=waits)
         work = Work(request, [self.state], Future())
         self.worker.submit(work)
         return work.future

@@ -23,6 +23,7 @@ from mtrl.memory.live_tensors import LiveTensors
 from mtrl.models.device_copy import unpack
 from mtrl.models.forward import Forward, PreparedPass, Views
 from mtrl.models.parallel.fsdp import local_tensor, run_forward
+from mtrl.models.turns import encoded_prompts
 from mtrl.protocols import Generator, PromptEncoder
 from mtrl.rollout.decode.engine import ROWS_PER_SLOT
 from mtrl.rollout.local import ROWS_AT_ONCE
@@ -125,7 +126,7 @@ def longest_rollouts(encoder: PromptEncoder, limits: Limits, prompts: int) -> Ro
 
 def show_originals(rollouts: Rollouts, needs: Needs) -> Views:
     """The original images as stand-ins for every other view, which has as many tokens."""
-    return {name: [prompt.media for prompt in rollouts.prompts] for name in needs.other_views}
+    return {name: [prompt.media for prompt in encoded_prompts(rollouts)] for name in needs.other_views}
 
 
 def half_pass_tokens(limits: Limits, encoder: PromptEncoder, phase: str) -> int | None:

@@ -47,13 +47,14 @@ from mtrl.models.parallel.sequence import SequenceParallelGroup
 from mtrl.models.recurrent import StateForks
 from mtrl.models.routing import RoutingReader
 from mtrl.models.step_inputs import StepInputs
+from mtrl.models.turns import conversation, encoded_prompts, rows_with_turns
 from mtrl.models.views import standard_deviations
 from mtrl.protocols import PromptEncoder
 from mtrl.types import PERTURBED, Needs, Prompt, Rollouts, Signal, Signals, TokenStates
 
 OLD_LOGPROBS = Needs("old_logprobs")
 FUSED_CHUNK = 2048  # positions; every chunk reads and writes the gradient of the output matrix
-Media = Sequence[tuple[np.ndarray, ...] | None]  # per prompt as a view shows them; None: without image tokens
+Media = Sequence[tuple[np.ndarray, ...] | None]  # of `encoded_prompts` as a view shows them; None: no image tokens
 Views = Mapping[str, Media]  # other views by name
 NO_VIEWS: Views = MappingProxyType({})
 
@@ -295,16 +296,16 @@ class Forward:
         """Lay out a pass over the original view and `others`, and encode the images, with gradients where they are
         on."""
         kept, device = self.kept, self.backbone.device
-        prompts, tower = [kept.first_equal(each) for each in rollouts.prompts], kept.tower_of(self.backbone)
+        encoded, tower = [kept.first_equal(each) for each in encoded_prompts(rollouts)], kept.tower_of(self.backbone)
         known: dict[tuple[int, int], Features] = {
             (0, g): features.map(lambda each: to_device(each, device))
-            for g, prompt in enumerate(prompts)
+            for g, prompt in enumerate(encoded)
             if (features := kept.find("features", tower, prompt)) is not None
         }
-        read = [self._read_prompt(prompt, (0, g) in known, tower) for g, prompt in enumerate(prompts)]
-        layout = self._lay_out(rollouts, prompts, [positions for _, positions in read], others)
+        read = [self._read_prompt(prompt, (0, g) in known, tower) for g, prompt in enumerate(encoded)]
+        layout = self._lay_out(rollouts, encoded, [positions for _, positions in read], others)
         inputs = {(0, g): each for g, (each, _) in enumerate(read)} | {
-            (number, g): self.encoder.inputs(prompts[g], media, device)
+            (number, g): self.encoder.inputs(encoded[g], media, device)
             for number, (name, view) in enumerate(others.items(), 1)
             for g, media in enumerate(view)
             if media and standard_deviations(name) is None
@@ -313,14 +314,14 @@ class Forward:
         if editor is not None:
             check_attention(self.backbone)
         if self.sp_group.size > 1 and self.backbone.images is not None:
-            return PreparedPass(layout, self._own_features(layout, inputs, prompts), editor)
-        encoded = self.backbone.encode_images(list(inputs.values()))
-        features = dict(zip(inputs, encoded, strict=True)) | known
+            return PreparedPass(layout, self._own_features(layout, inputs, rollouts), editor)
+        images = self.backbone.encode_images(list(inputs.values()))
+        features = dict(zip(inputs, images, strict=True)) | known
         if tower is not None:
-            for g in (g for g, prompt in enumerate(prompts) if prompt.task.visual):
+            for g in (g for g, prompt in enumerate(encoded) if prompt.task.visual):
                 copy = lambda each: each.map(queue_cpu_copy)  # noqa: E731
-                kept.keep("features", tower, prompts[g], value=features[0, g], copy=copy)
-        return PreparedPass(layout, [features.get(document.features) for document in layout.documents], editor)
+                kept.keep("features", tower, encoded[g], value=features[0, g], copy=copy)
+        return PreparedPass(layout, [features.get(key) for key in layout.feature_keys(rollouts)], editor)
 
     def _read_prompt(
         self, prompt: Prompt, has_features: bool, tower: Backbone | None
@@ -337,39 +338,52 @@ class Forward:
         return {} if idle else inputs, positions
 
     def _lay_out(
-        self, rollouts: Rollouts, prompts: Sequence[Prompt], positions: Sequence[Tensor], others: Views
+        self, rollouts: Rollouts, encoded: Sequence[Prompt], positions: Sequence[Tensor], others: Views
     ) -> Layout:  # fmt: skip
         """The layout of these rows. One with several views is read by a single pass."""
         options: dict[str, Any] = {"share_prefix": self.share_prefix, "packed": self.packed}
         options |= {"sp_size": self.sp_group.size}
+        if rollouts.observations is not None:
+            options["observed_positions"] = self._observed_positions(rollouts)
         if others or not self.kept.is_open:
             blind = [number for number, view in enumerate(others.values(), 1) if None in view]
             found = {number: standard_deviations(name) for number, name in enumerate(others, 1)}
             options["counterfactual"] = {number: each for number, each in found.items() if each is not None}
             return lay_out(rollouts, positions, views=1 + len(others), without_images=blind, **options)
         rows = (rollouts.group, rollouts.mask.sum(1), rollouts.tokens[rollouts.mask])
-        key = ("layout", *options.values(), *prompts, *(each.numpy().tobytes() for each in rows))
+        turns = tuple(turn.after for each in rows_with_turns(rollouts).values() for turn in each.turns)
+        settings = (self.share_prefix, self.packed, self.sp_group.size)
+        key = ("layout", *settings, *encoded, *turns, *(each.numpy().tobytes() for each in rows))
         layout = self.kept.find(*key) or lay_out(rollouts, positions, **options)
         self.kept.keep(*key, value=layout)
         return layout
 
+    def _observed_positions(self, rollouts: Rollouts) -> dict[int, Tensor]:
+        """[3, own and observed tokens] of each row with observations, by the family's rule for whole conversations."""
+        found = {}
+        for row, observed in rows_with_turns(rollouts).items():
+            prompt, own = rollouts.prompts[int(rollouts.group[row])], rollouts.tokens[row][rollouts.mask[row]]
+            whole = self.encoder.inputs(conversation(observed, prompt, own))
+            found[row] = prompt_positions(whole)[:, len(prompt.ids) :]
+        return found
+
     def _own_features(
-        self, layout: Layout, inputs: dict[tuple[int, int], dict[str, Tensor]], prompts: Sequence[Prompt]
+        self, layout: Layout, inputs: dict[tuple[int, int], dict[str, Tensor]], rollouts: Rollouts
     ) -> list[Features | None]:
-        """The features of each document's image tokens in this rank's part of the sequences. Only images that reach
-        into it are encoded."""
-        keys = [document.features for document in layout.documents]
-        sizes = [int(vision_tokens(prompts[each.prompt]).sum()) if each.images else 0 for each in layout.documents]
+        """The features of image tokens in this rank's part of the sequences. Only images that reach into it are
+        encoded."""
+        keys, encoded = layout.feature_keys(rollouts), encoded_prompts(rollouts)
+        sizes = [int(vision_tokens(encoded[index]).sum()) for _, index in keys]
         own = layout.vision_within(self.sp_group.local_columns(layout.ids.shape[1]), sizes)
         wanted = {key: [torch.empty(0, dtype=torch.long)] for key in inputs}  # by all documents of a prompt
         for key, tokens in zip(keys, own, strict=True):
             if key in inputs:
                 wanted[key].append(tokens)
         selected = {key: self.backbone.images.select(inputs[key], torch.cat(wanted[key])) for key in inputs}
-        encoded = dict(zip(inputs, self.backbone.encode_images([each for each, _ in selected.values()]), strict=True))
+        parts = dict(zip(inputs, self.backbone.encode_images([each for each, _ in selected.values()]), strict=True))
         features: list[Features | None] = []
         for key, tokens in zip(keys, own, strict=True):
-            images = encoded.get(key)
+            images = parts.get(key)
             features.append(images and images.rows(to_device(selected[key][1][tokens], self.backbone.device)))
         return features
 

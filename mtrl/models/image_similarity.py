@@ -72,8 +72,10 @@ class ImageSimilarity:
     @cached_property
     def _image_places(self) -> list[tuple[Tensor, Tensor]]:
         """For each prompt sequence and column of its image tokens in this rank's part."""
-        prompt_of, is_vision = map(self.sp_group.local_part, (self.layout.document_mask.prompt, self.layout.is_vision))
-        places = (((prompt_of == prompt) & is_vision).nonzero().T for prompt in self._prompts[0].tolist())
+        prompt_of, image = map(
+            self.sp_group.local_part, (self.layout.document_mask.prompt, self.layout.is_prompt_vision)
+        )
+        places = (((prompt_of == prompt) & image).nonzero().T for prompt in self._prompts[0].tolist())
         return [(to_device(sequence, self.device), to_device(column, self.device)) for sequence, column in places]
 
     def _sum_images(self, states: Tensor, unit: bool) -> Tensor:
@@ -108,8 +110,8 @@ class ImageSimilarity:
     @cached_property
     def _per_image_token(self) -> Tensor:
         """[prompts]: makes a mean of `_sum_images`."""
-        prompt_of, is_vision = self.layout.document_mask.prompt, self.layout.is_vision
-        counts = (prompt_of[is_vision] == self._prompts[0][:, None]).sum(1)
+        prompt_of, image = self.layout.document_mask.prompt, self.layout.is_prompt_vision
+        counts = (prompt_of[image] == self._prompts[0][:, None]).sum(1)
         return to_device(self.sp_group.size / counts.clamp(min=1).float(), self.device)
 
     @cached_property

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification, PreTrainedModel
@@ -30,6 +29,7 @@ from mtrl.models.parallel.fsdp import Sharding, compute_device, reshard, run_for
 from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
 from mtrl.models.value_head import HEAD, OUTPUT_MATRIX, attach_head, empty_value_model, find_head
 from mtrl.types import TEXT_POOL, Prompt, Task
+from mtrl.utils.images import resize_image
 
 NO_GENERATION_PROMPT = "{% set add_generation_prompt = false %}"  # before a template: the answer is there already
 
@@ -130,7 +130,10 @@ class VisionRewardModel(RewardModel):
         self.backbone = Backbone(model, ranks=ranks)
 
     def resize_images(self, media: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        return [resize_image(array, *self.encoder.target_size(*array.shape[-3:-1])) for array in media]
+        """To this model's multiple of patches; the policy's may differ."""
+        if any(array.ndim != 3 for array in media):
+            raise ValueError("reward models take no videos yet")
+        return [resize_image(array, *self.encoder.target_size(*array.shape[:2])) for array in media]
 
     @torch.no_grad()
     def scores(self, conversations: Sequence[Prompt]) -> Tensor:
@@ -199,15 +202,6 @@ def find_max_tokens(model: PreTrainedModel, encoder: TextEncoder) -> int:
     """The most tokens that model and tokenizer take."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return int(min(limit for limit in (encoder.tokenizer.model_max_length, positions) if limit is not None))
-
-
-def resize_image(array: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Resize an image to this model's multiple of patches; the policy's may differ."""
-    if array.ndim != 3:
-        raise ValueError("reward models take no videos yet")
-    if array.shape[:2] == (height, width):
-        return array
-    return np.asarray(Image.fromarray(array).resize((width, height), Image.Resampling.BICUBIC))
 
 
 def make_image_key(conversation: Prompt) -> tuple[Any, ...]:

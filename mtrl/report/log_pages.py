@@ -12,7 +12,8 @@ from mtrl.algorithms.metrics import success_rate
 from mtrl.algorithms.signals import pool_sizes, segment, sequence_mass, vgr
 from mtrl.report import attention_tables as tables
 from mtrl.report.attention_tables import SHOWN_SEGMENTS, rows_over_range, summary_cells
-from mtrl.report.markdown_text import fenced, number, table
+from mtrl.report.conversation import DecodeText, Message, conversation, list_facts
+from mtrl.report.markdown_text import escape_markup, fenced, number, table
 from mtrl.types import Experience, ValidationSample
 from mtrl.utils.terminal import sanitize
 
@@ -25,7 +26,7 @@ DecodeTokens = Callable[[Sequence[int]], Sequence[str]]
 Values = Mapping[str, float]
 
 
-def rollout_page(step: int, it: Experience) -> str:
+def rollout_page(step: int, it: Experience, decode: DecodeText) -> str:
     rollouts, rewards = it.rollouts, it.rewards
     lengths = rollouts.mask.sum(1)
     rows = [
@@ -51,7 +52,8 @@ def rollout_page(step: int, it: Experience) -> str:
         facts.append(f"{int(lengths[row])} tokens, {rollouts.finish_reason[row]}")
         if mass is not None:
             facts.append(tables.row_attention(mass[row], sizes[row]))
-        parts += make_sample(task.id, task.text, rollouts.text[row], task.answer, "; ".join(facts))
+        turns = conversation(rollouts, row, decode)
+        parts += make_sample(task.id, task.text, rollouts.text[row], task.answer, "; ".join(facts), turns)
     return "\n\n".join(parts) + "\n\n"
 
 
@@ -114,10 +116,15 @@ def weights_page(step: int, it: Experience, decode: DecodeTokens) -> str:
 
 
 # -------------------------------------------------------------------------------------------------------------- pieces
-def make_sample(name: str, prompt: str, response: str, answer: object, facts: str) -> list[str]:
+def make_sample(
+    name: str, prompt: str, response: str, answer: object, facts: str, turns: Sequence[Message] = ()
+) -> list[str]:
     solution = "none" if answer is None else str(answer)
-    heads = [f"### {sanitize(name)}", "prompt", fenced(prompt), "completion", fenced(response)]
-    return [*heads, "solution", fenced(solution), facts]
+    parts = [f"### {sanitize(name)}", "prompt", fenced(prompt)]
+    for turn in turns or [{"role": "assistant", "content": response}]:
+        head = "completion" if turn["role"] == "assistant" else f"environment: {escape_markup(list_facts(turn))}"
+        parts += [head, fenced(turn["content"])]
+    return [*parts, "solution", fenced(solution), facts]
 
 
 def list_rewards(total: float, parts: Values) -> str:

@@ -28,10 +28,14 @@ def make_samples(
     lengths = rollouts.mask.sum(1).tolist()
     state = {} if progress is None else {"trainer_state": dict(progress)}
     shared = [prompt_fields(prompt, options_key, answer_key) | state for prompt in rollouts.prompts]
-    return [
+    samples: list[dict[str, Any]] = [
         {**shared[g], "response": text, "response_token_ids": tokens[:n].tolist()}
         for g, text, tokens, n in zip(rollouts.group.tolist(), rollouts.text, rollouts.tokens, lengths, strict=True)
     ]
+    for sample, observed in zip(samples, rollouts.observed, strict=True):
+        if observed is not None:
+            sample["rollout_id"] = observed.id
+    return samples
 
 
 def prompt_fields(prompt: Prompt, options_key: str, answer_key: str) -> dict[str, Any]:

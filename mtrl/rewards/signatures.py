@@ -36,7 +36,8 @@ TRAINER = (
     " is never given: a reward runs in another process. It may ask for trainer_state (global_step, max_steps), "
     "log_extra, log_metric, completion_ids, signals and every column of the data"
 )
-NOT_COLUMNS = {"prompt", "prompt_messages", "response", "response_token_ids", "signals", "trainer_state"}
+NOT_COLUMNS = {"prompt", "prompt_messages", "response", "response_token_ids", "signals", "trainer_state",
+               "rollout_id"}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mtrl.types import FinishReason, Prompt, Rollouts
+from mtrl.types import FinishReason, Observations, Prompt, Rollouts
 
 
 def make_rollouts(
@@ -22,6 +22,7 @@ def make_rollouts(
     version: int,
     pad_id: int,
     routed_experts: Sequence[Tensor] | None = None,
+    observations: Sequence[Observations] | None = None,
 ) -> Rollouts:
     """`group` is the prompt index of each response; the responses of a prompt are next to each other.
 
@@ -43,6 +44,7 @@ def make_rollouts(
         finish_reason=tuple(finish),
         version=torch.full((len(rows),), version),
         routed_experts=None if routed_experts is None else pad_sequence(list(routed_experts), batch_first=True),
+        observations=None if observations is None else tuple(observations),
     )
 
 

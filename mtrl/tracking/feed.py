@@ -16,6 +16,7 @@ import torch
 
 from mtrl.protocols import Tracker
 from mtrl.report.attention_tables import rows_over_range
+from mtrl.report.conversation import DecodeText, conversation_text
 from mtrl.report.markdown_text import shorten
 from mtrl.tracking.background import Background
 from mtrl.tracking.table import ColumnRates, Values, flatten_rates
@@ -63,10 +64,11 @@ class Sink(Protocol):
 
 
 class LoggerFeed(Tracker):
-    """A tracker. `open_sink` starts the logger in the feed's thread and is retried if it fails."""
+    """A tracker. `open_sink` starts the logger in the feed's thread and is retried if it fails. `decode`: the text of a
+    turn; by default its token ids."""
 
-    def __init__(self, name: str, open_sink: Callable[[], Sink]) -> None:
-        self.name, self.open_sink = name, open_sink
+    def __init__(self, name: str, open_sink: Callable[[], Sink], decode: DecodeText = str) -> None:
+        self.name, self.open_sink, self.decode = name, open_sink, decode
         self._sink: Sink | None = None
         self._waiting: deque[Callable[[Sink], None]] = deque()
         self._lost = 0
@@ -86,7 +88,7 @@ class LoggerFeed(Tracker):
         self.metrics(step, {**values, **flatten_rates(by)})
         logged = [make_validation_sample(sample) for sample in samples]
         if self._last is not None:
-            logged += make_training_samples(self._last)
+            logged += make_training_samples(self._last, self.decode)
             self._last = None
         if logged:
             self._submit(lambda sink: sink.responses(step, logged))
@@ -140,13 +142,14 @@ def make_validation_sample(sample: ValidationSample) -> LoggedSample:
     return make_sample("val", sample.id, sample.prompt, sample.response, sample.reward, sample.answer)
 
 
-def make_training_samples(it: Experience) -> list[LoggedSample]:
+def make_training_samples(it: Experience, decode: DecodeText) -> list[LoggedSample]:
     samples = []
     for row, group in enumerate(it.rollouts.group.tolist()):
         prompt = it.rollouts.prompts[group]
         task, reward = prompt.task, it.rewards.total[row].item()
         image = next((medium if medium.ndim == 3 else medium[0] for medium in prompt.media), None)
-        samples.append(make_sample("train", task.id, task.text, it.rollouts.text[row], reward, task.answer, image))
+        response = conversation_text(it.rollouts, row, decode)
+        samples.append(make_sample("train", task.id, task.text, response, reward, task.answer, image))
     return samples
 
 

@@ -17,10 +17,11 @@ from functools import partial
 from pathlib import Path
 
 from mtrl.protocols import Tracker
+from mtrl.report.conversation import DecodeText
 from mtrl.report.log_pages import DecodeTokens, attention_page, evaluation_page, rollout_page, weights_page
 from mtrl.tracking.background import LIMIT_BYTES, Background, append_bounded
 from mtrl.tracking.table import ColumnRates, Values
-from mtrl.types import Experience, ValidationSample
+from mtrl.types import Experience, Observations, Prompt, Rollouts, ValidationSample
 
 
 @dataclass(frozen=True)
@@ -49,20 +50,24 @@ class LogPaths:
 
 
 class MarkdownLogs(Tracker):
-    """A tracker. With `every_step` off, only validated steps are written."""
+    """A tracker. With `every_step` off, only validated steps are written. `decode_text`: of a turn; by default its
+    token ids."""
 
     def __init__(
-        self, paths: LogPaths, decode: DecodeTokens, every_step: bool = True, limit_bytes: int = LIMIT_BYTES
+        self,
+        paths: LogPaths,
+        decode: DecodeTokens,
+        every_step: bool = True,
+        limit_bytes: int = LIMIT_BYTES,
+        decode_text: DecodeText = str,
     ) -> None:
-        self.paths, self.decode, self.every_step, self.limit = paths, decode, every_step, limit_bytes
+        self.paths, self.decode, self.decode_text = paths, decode, decode_text
+        self.every_step, self.limit = every_step, limit_bytes
         self._background = Background("Markdown logs")
         self._last: tuple[int, Experience] | None = None
 
     def rollouts(self, step: int, experience: Experience) -> None:
-        rollouts = experience.rollouts
-        # The log shows no pixels, and they must not stay in memory for it.
-        lean = [replace(prompt, media=(), task=replace(prompt.task, media=())) for prompt in rollouts.prompts]
-        self._last = step, replace(experience, rollouts=replace(rollouts, prompts=tuple(lean)))
+        self._last = step, replace(experience, rollouts=without_pixels(experience.rollouts))
         if self.every_step:
             self._write_last()
 
@@ -80,7 +85,7 @@ class MarkdownLogs(Tracker):
         self._last = None
 
     def _write(self, step: int, it: Experience) -> None:
-        self._append(self.paths.rollouts, rollout_page(step, it))
+        self._append(self.paths.rollouts, rollout_page(step, it, self.decode_text))
         if it.signals.attention_mass is not None:
             self._append(self.paths.attention, attention_page(step, it, self.decode))
         if it.credit is not None and it.credit.weights is not None:
@@ -88,3 +93,19 @@ class MarkdownLogs(Tracker):
 
     def _append(self, path: Path, page: str) -> None:
         append_bounded(path, page, self.limit)
+
+
+def without_pixels(rollouts: Rollouts) -> Rollouts:
+    """The log shows none, and they must not stay in memory for it."""
+
+    def strip(prompt: Prompt) -> Prompt:
+        return replace(prompt, media=(), task=replace(prompt.task, media=()))
+
+    def strip_messages(each: Observations) -> Observations:
+        return replace(each, turns=tuple(replace(turn, message=strip(turn.message)) for turn in each.turns))
+
+    prompts = tuple(map(strip, rollouts.prompts))
+    if rollouts.observations is None:
+        return replace(rollouts, prompts=prompts)
+    observations = tuple(each and strip_messages(each) for each in rollouts.observations)
+    return replace(rollouts, prompts=prompts, observations=observations)

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from mtrl.algorithms.signals import TEXT, VISION, pool_sizes
 from mtrl.protocols import Tracker
+from mtrl.report.conversation import DecodeText, describe_message
 from mtrl.report.log_pages import DecodeTokens
 from mtrl.tracking.background import Background
 from mtrl.tracking.blocks import BlockWriter
 from mtrl.tracking.streams import EXTRA, MAP_SCALE, MAPS, as_list, pack_response, to_stored_dtype
-from mtrl.types import SEGMENTS, Experience, Prompt
+from mtrl.types import SEGMENTS, Experience, Observations, Prompt
 from mtrl.utils.record_rows import first_rows
 
 OF_SIGNALS = {  # streams that the viewer knows, by their signals; all others have a prefix
@@ -38,7 +39,7 @@ REPLACEMENT = "\ufffd"  # decoders return it for a part of a character
 
 Grid = tuple[int, int, int, list[int]]  # image tokens in time, height and width; times of the stored frames
 Perturb = Callable[[Prompt, int], Sequence[np.ndarray]]
-DecodeText = Callable[[Sequence[int]], str]
+Images = dict[str, Callable[[], bytes]]  # by their keys
 
 
 class RolloutRecord(Tracker):
@@ -73,7 +74,7 @@ class RolloutRecord(Tracker):
         self._background.close()
 
     def _write(self, step: int, it: Experience) -> None:
-        images: dict[str, Callable[[], bytes]] = {}
+        images: Images = {}
         table = {
             "step": step,
             "attempt": self.attempt,
@@ -86,14 +87,25 @@ class RolloutRecord(Tracker):
         lengths = it.rollouts.mask.sum(1).tolist()
         maps = it.signals.attention_maps or (None,) * len(it)
         responses = []
-        for row, (text, length, attention) in enumerate(zip(it.rollouts.text, lengths, maps, strict=True)):
+        columns = zip(it.rollouts.text, lengths, maps, it.rollouts.observed, strict=True)
+        for row, (text, length, attention, observed) in enumerate(columns):
             own = {name: values[row, :length] for name, values in streams.items()}
             if attention is not None:
                 own |= {MAPS: attention.levels.numpy(), MAP_SCALE: attention.scale.numpy()}
-            responses.append(pack_response(text, self.pieces(own["ids"].tolist()), own))
+            pieces = self.pieces(own["ids"].tolist())
+            responses.append(pack_response(text, pieces, own, self._messages(observed, images)))
         self.writer.append(step, self.attempt, table, responses, images)
 
-    def _prompts(self, step: int, it: Experience, images: dict[str, Callable[[], bytes]]) -> list[dict[str, Any]]:
+    def _messages(self, observed: Observations | None, images: Images) -> list[dict[str, Any]]:
+        """What the environment said during a response, each after so many of its tokens."""
+        rows = []
+        for turn in () if observed is None else observed.turns:
+            media = [part for each in turn.message.media for part in self.pictures(each)]
+            place = {"after": turn.after, "images": [add_image(images, medium) for medium in media]}
+            rows.append(place | describe_message(turn))
+        return rows
+
+    def _prompts(self, step: int, it: Experience, images: Images) -> list[dict[str, Any]]:
         """The rows of the prompts. The perturbed view is that of this step: replayed groups of earlier steps get
         none."""
         rollouts, versions = it.rollouts, it.rollouts.version
@@ -205,7 +217,7 @@ def numbers(values: Tensor) -> list[float | None]:
 
 
 # -------------------------------------------------------------------------------------------------------------- images
-def add_image(images: dict[str, Callable[[], bytes]], medium: np.ndarray) -> str:
+def add_image(images: Images, medium: np.ndarray) -> str:
     """Add an image and return its key, a hash of its pixels: an image of several prompts is stored once."""
     pixels = hashlib.blake2b(repr(medium.shape).encode(), digest_size=12)
     pixels.update(np.ascontiguousarray(medium).data)

@@ -20,6 +20,7 @@ from sys import intern
 from typing import Any
 
 from mtrl.protocols import Tracker
+from mtrl.report.conversation import DecodeText, conversation
 from mtrl.tracking.jsonl import ROTATE_AT, JsonlWriter, Row, iter_rows, last_row
 from mtrl.tracking.table import ColumnRates, Values, flatten_rates
 from mtrl.types import Experience, ValidationSample
@@ -28,15 +29,18 @@ logger = logging.getLogger(__name__)
 
 
 class RunFiles(Tracker):
-    """A tracker that writes these files. With `every_step` off, only the rollouts of validated steps are written."""
+    """A tracker that writes these files. With `every_step` off, only the rollouts of validated steps are written.
+    `decode`: the text of a turn; by default its token ids."""
 
-    def __init__(self, directory: Path, every_step: bool = True, rotate_at: int = ROTATE_AT) -> None:
+    def __init__(
+        self, directory: Path, every_step: bool = True, rotate_at: int = ROTATE_AT, decode: DecodeText = str
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         names = ("metrics", "rollouts", "validations")
         paths = [directory / f"{name}.jsonl" for name in names]
         attempts = [(last_row(path) or {}).get("attempt") for path in paths]
         self.attempt = 1 + max(number if type(number) is int else 0 for number in attempts)
-        self.every_step = every_step
+        self.every_step, self.decode = every_step, decode
         self._metrics = JsonlWriter(paths[0])
         self._rollouts, self._samples = (JsonlWriter(path, rotate_at) for path in paths[1:])
         self._last_rollouts: list[dict[str, Any]] = []  # the last step's, until it is validated
@@ -68,6 +72,7 @@ class RunFiles(Tracker):
                 "version": int(rollouts.version[i]),  # the sampling weights' version; replayed rows have an earlier one
             }
             | ({} if rollouts.noised is None else {"noised": bool(rollouts.noised[i])})
+            | ({"response_turns": turns} if (turns := conversation(rollouts, i, self.decode)) else {})
             for i, task in enumerate(tasks)
         ]
         if self.every_step:

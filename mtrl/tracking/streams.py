@@ -1,4 +1,5 @@
-"""A response in the record: the text of its tokens and one number per token for each stream, compressed.
+"""A response in the record: the text of its tokens, one number per token for each stream, and what an environment said
+in between, compressed.
 
 Floats are stored in two bytes, about three digits: enough to look at, not to compute with.
 """
@@ -30,12 +31,15 @@ DTYPES = {
 FLOAT = "<f2"
 
 
-def pack_response(text: str, pieces: Sequence[str], streams: Mapping[str, np.ndarray]) -> bytes:
-    """`streams`: arrays of [tokens] or [tokens, ..] by name."""
+def pack_response(
+    text: str, pieces: Sequence[str], streams: Mapping[str, np.ndarray], messages: Sequence[Mapping[str, Any]] = ()
+) -> bytes:
+    """`streams`: arrays of [tokens] or [tokens, ..] by name. `messages` are as `read_message` returns them."""
     arrays = {name: to_stored_dtype(name, array) for name, array in streams.items()}
     shapes = {name: list(array.shape) for name, array in arrays.items()}
-    head = json.dumps({"text": text, "pieces": list(pieces), "streams": shapes}, ensure_ascii=False)
-    head_bytes = head.encode("utf-8", "replace")
+    head = {"text": text, "pieces": list(pieces), "streams": shapes}
+    head |= {"messages": list(messages)} if messages else {}
+    head_bytes = json.dumps(head, ensure_ascii=False).encode("utf-8", "replace")
     return zlib.compress(b"".join([HEAD.pack(len(head_bytes)), head_bytes, *(a.tobytes() for a in arrays.values())]), 4)
 
 
@@ -47,7 +51,7 @@ def to_stored_dtype(name: str, array: np.ndarray) -> np.ndarray:
 
 
 def unpack_response(data: bytes) -> dict[str, Any]:
-    """{"text", "pieces", "streams": {name: array}}, or DamagedRecord."""
+    """{"text", "pieces", "streams": {name: array}, "messages"}, or DamagedRecord."""
     whole = decompress(data)
     try:
         (length,) = HEAD.unpack_from(whole)
@@ -58,9 +62,24 @@ def unpack_response(data: bytes) -> dict[str, Any]:
             count = int(np.prod(shape, dtype=np.int64))
             streams[name] = np.frombuffer(whole, dtype, count, offset).reshape(shape)
             offset += count * dtype.itemsize
-        return {"text": str(head["text"]), "pieces": [str(p) for p in head["pieces"]], "streams": streams}
+        messages = [read_message(message) for message in head.get("messages", [])]
+        places = [0, *(message["after"] for message in messages)]
+        if places != sorted(places):
+            raise ValueError(places)
+        pieces = [str(p) for p in head["pieces"]]
+        return {"text": str(head["text"]), "pieces": pieces, "streams": streams, "messages": messages}
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, struct.error) as error:
         raise DamagedRecord("a response cannot be read") from error
+
+
+def read_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of an environment after so many tokens of the response; `images` are keys of images of the step."""
+    return {
+        **{name: int(message[name]) for name in ("after", "errors", "tokens")},
+        **{name: [str(each) for each in message[name]] for name in ("images", "tools")},
+        "content": str(message["content"]),
+        "seconds": float(message["seconds"]),
+    }
 
 
 def as_list(array: np.ndarray, digits: int) -> list[Any]:

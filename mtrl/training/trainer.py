@@ -41,6 +41,7 @@ from mtrl.training.trainer_arguments import (
     checked_callbacks,
     checked_data,
     checked_rewards,
+    environment_in_config,
     file_and_keys,
     full_keys,
     name_in_config,
@@ -55,6 +56,7 @@ from mtrl.view.response_html import ResponsesView, view_responses
 # Keys that belong to the reward functions of a configuration; reset when a script passes its own functions.
 REWARD_KEYS = ("reward_fn_path", "weights", "early_weights", "weight_schedule")
 
+ENVIRONMENT = "worker.rollout.environment"
 INITIAL_MODEL = "initial_model"  # in the run directory: the weights that a model object had at the start
 
 logger = logging.getLogger(__name__)
@@ -109,9 +111,10 @@ class Trainer:
     trained in place; `processing_class` is its processor or tokenizer, by default that of the checkpoint it was loaded
     from. `data` and `val_data` are a path, a hub id, rows or a datasets.Dataset. A reward function passed as an object
     runs in this process; one named by its file runs in the sandbox, with a time limit. `rewards` replace those of a
-    configuration and their weights. `config` is a YAML file, a mapping or another trainer's config; keys override it.
-    Wrong arguments raise here, before a model is loaded. Callbacks (`mtrl.Callback`) are called as the run proceeds and
-    closed at its end. `overwrite` starts anew: an earlier run of this name is renamed to NAME.old.
+    configuration and their weights. `environment` is a class with tools, which is loaded from its file. `config` is a
+    YAML file, a mapping or another trainer's config; keys override it. Wrong arguments raise here, before a model is
+    loaded. Callbacks (`mtrl.Callback`) are called as the run proceeds and closed at its end. `overwrite` starts anew:
+    an earlier run of this name is renamed to NAME.old.
     """
 
     def __init__(
@@ -129,6 +132,8 @@ class Trainer:
     ) -> None:
         file, below = file_and_keys(config)
         settings = full_keys(keys)
+        if ENVIRONMENT in settings:
+            settings[ENVIRONMENT] = environment_in_config(settings[ENVIRONMENT])
         self._names = callers_names(keys)
         self._given = _model(settings, model, processing_class)
         self._rows = _data(settings, "data", "dataset.train_files", data)

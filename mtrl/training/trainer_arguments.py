@@ -6,6 +6,7 @@ passed it, and only a script that passes it again can resume the run.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,6 +55,7 @@ TRL_NAMES = {
     "args": "config= (a YAML file or a mapping), and any key by its last name",
     "peft_config": "peft_type=, lora_rank= and the other keys of worker.actor.model",
     "trackers": "callbacks=",
+    "environment_factory": "environment= (a class, 'file.py:Class', or a mapping of these)",
 }
 
 Reward = Callable[..., Any] | str
@@ -188,6 +190,25 @@ def checked_rewards(rewards: Any) -> list[Reward]:
 def name_in_config(reward: Reward) -> str:
     """The name in config.yaml of a function that was passed as an object."""
     return reward if isinstance(reward, str) else f"{PYTHON_PREFIX}{getattr(reward, '__name__', type(reward).__name__)}"
+
+
+def environment_in_config(environment: Any) -> Any:
+    """`file.py:Class` of a class that was passed as an object, or of each in a mapping: environments live in processes
+    of their own, which load the file."""
+    if isinstance(environment, Mapping):
+        return {name: environment_in_config(each) for name, each in environment.items()}
+    if not isinstance(environment, type):
+        return environment
+    try:
+        file = inspect.getsourcefile(environment)
+    except (TypeError, OSError):
+        file = None
+    if file is None or not Path(file).is_file() or "<locals>" in environment.__qualname__:
+        raise TypeError(
+            f"environment: the class {environment.__name__} is in no file, and processes of their own load it; write "
+            f"it to one: environment='tools.py:{environment.__name__}'"
+        )
+    return f"{file}:{environment.__qualname__}"
 
 
 def checked_callbacks(callbacks: Any) -> list[Tracker]:

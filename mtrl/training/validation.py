@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mtrl.algorithms.groups import group_mean
-from mtrl.algorithms.metrics import attention_values, success_part
+from mtrl.algorithms.metrics import attention_values, success_part, tool_values
 from mtrl.protocols import Generator, Prober, Scorer
 from mtrl.types import Needs, Prompt, Rewards, Rollouts, Sampling, Signals, ValidationSample
 
@@ -118,6 +118,8 @@ def add_scores(scores: dict[str, list[float]], rollouts: Rollouts, rewards: Rewa
     scores["reward/failed"] += rewards.failed.float().tolist()
     for name, part in rewards.parts.items():
         scores[f"reward/{name}"] += part[~part.isnan()].tolist()
+    for name, numbers in tool_values(rollouts).items():
+        scores[name] += numbers
     for name, values in attention_values(signals, rollouts).items():
         scores[f"attention/{name}"] += values[~values.isnan()].tolist()
 

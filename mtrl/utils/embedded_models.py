@@ -16,12 +16,13 @@ def find_weights() -> Path:
     return CHECKOUT if installed is None or installed.origin is None else Path(installed.origin).parent
 
 
-MODELS = {name: find_weights() / name for name in ("zoo", "scenes")}
+MODELS = {name: find_weights() / name for name in ("zoo", "scenes", "lookagain")}
 """The names that `worker.actor.model.model_path` accepts; the default is the first."""
 NOT_INSTALLED = "the embedded models are not installed: pip install 'mtrl[embedded]'"
 FOLDERS = {  # how a path of such a folder ends, on other machines and in older versions
     f"{PACKAGE}/zoo": "zoo",
     f"{PACKAGE}/scenes": "scenes",
+    f"{PACKAGE}/lookagain": "lookagain",
     "mtrl/embedded/model": "zoo",
     "mtrl/embedded/scenes_model": "scenes",
     "mtrl/zoo/model": "zoo",

@@ -88,7 +88,7 @@ def to_viewer_rows(step: int, rows: Iterable[Mapping[str, Any]]) -> list[Json]:
         prompt = as_text(first(row, "input", "prompt", default=""))
         name = as_text(row["id"]) if "id" in row else prompt
         group = groups.setdefault(name, len(groups))
-        text = as_text(first(row, "response", "output", "completion", default=""))
+        text = as_text(first(row, "response_turns", "response", "output", "completion", default=""))
         answer = first(row, "answer", "gts")
         converted.append({
             "step": step, "row": index, "group": group, "id": name if "id" in row else f"prompt {group + 1}",

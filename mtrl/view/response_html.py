@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from mtrl.report.conversation import list_facts
 from mtrl.tracking.blocks import RECORD_DIR
 from mtrl.tracking.streams import EXTRA
 from mtrl.utils.terminal import sanitize
 from mtrl.view.query import rows_with_signal
-from mtrl.view.rollout_store import Json, RecordedRollouts
+from mtrl.view.rollout_store import IMAGE_LISTS, Json, RecordedRollouts, image_keys
 from mtrl.view.signal_names import STREAMS, SignalName, name_signal
 
 AMOUNT, ABOVE, BELOW = "236, 112, 20", "20, 130, 190", "221, 92, 34"  # red, green, blue, as in view.css
+MESSAGE = "margin: 4px 0; padding: 4px 8px; border-left: 3px solid #9fb4c4; background: rgba(159, 180, 196, 0.15)"
 STRONGEST = 0.82  # opacity: the text must show through
 NO_RECORD = "no responses are recorded in {}; train first, with record_rollouts_per_step above 0"
 TIPS = ("dependency", "entropy", "advantage", "weight", "old", "mask", "trained")  # in the tooltip of a token
@@ -56,7 +58,8 @@ class ResponsesView:
         first, scale = self.responses[0], self._scale()
         prompt = first["prompt"]
         colour = f"colour: {self.colouring.label}, {self.colouring.meaning}; up to {scale:.3g}"
-        pictures = "".join(map(self._picture, self.images))
+        keys = [key for name in IMAGE_LISTS for key in prompt[name] or []]
+        pictures = "".join(self._picture(key, "image of the prompt") for key in dict.fromkeys(keys))
         asked = f"<pre>{clean(prompt['text'] or '')}\nanswer: {clean(str(prompt['answer']))}</pre>"
         rows = "".join(self._response(one, scale) for one in self.responses)
         head = f"<b>step {first['step']}</b> · {clean(colour)} · underlined: trained on"
@@ -72,10 +75,10 @@ class ResponsesView:
         values, centre = one["streams"].get(self.signal, [None] * len(one["pieces"])), self.colouring.centre or 0.0
         return [None if value is None else value - centre for value in values]
 
-    def _picture(self, key: str) -> str:
+    def _picture(self, key: str, what: str) -> str:
         data, kind = self.images[key], "png" if self.images[key].startswith(b"\x89PNG") else "jpeg"
         source = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-        return f'<img alt="image of the prompt" src="{source}" style="height: 112px; image-rendering: pixelated">'
+        return f'<img alt="{what}" src="{source}" style="height: 112px; image-rendering: pixelated">'
 
     def _response(self, one: Json, scale: float) -> str:
         tokens = []
@@ -87,7 +90,15 @@ class ResponsesView:
             line = "2px solid" if numbers.get("trained") else "2px solid transparent"
             look = f"background: rgba({colour}, {STRONGEST * share:.2f}); border-bottom: {line}; white-space: pre-wrap"
             tokens.append(f'<span style="{look}" title="{escape(tip)}">{clean(piece)}</span>')
-        return f'<p style="line-height: 1.9"><b>reward {one["reward"]:.2f}</b> {"".join(tokens)}</p>'
+        for message in reversed(one["messages"]):
+            tokens.insert(message["after"], self._message(message))
+        return f'<div style="line-height: 1.9; margin: 1em 0"><b>reward {one["reward"]:.2f}</b> {"".join(tokens)}</div>'
+
+    def _message(self, message: Json) -> str:
+        """What an environment said in the middle of the response."""
+        pictures = "".join(self._picture(key, "image of the message") for key in message["images"])
+        text = f'<pre style="margin: 0; white-space: pre-wrap">{clean(message["content"])}</pre>'
+        return f'<div style="{MESSAGE}"><small>{clean(list_facts(message))}</small>{text}{pictures}</div>'
 
 
 def clean(text: str) -> str:
@@ -116,8 +127,7 @@ def view_responses(
     best_first = sorted(group, key=lambda one: -one["reward"])
     count = min(max(most, 1), len(group))
     responses = best_first[: count - count // 2] + best_first[len(group) - count // 2 :]
-    prompt = responses[0]["prompt"]
-    keys = [*(prompt["images"] or []), *(prompt["perturbed"] or [])]
+    keys = dict.fromkeys(key for one in responses for key in image_keys(one))
     return ResponsesView(responses, {key: store.image(step, key) for key in keys}, choose_signal(responses, signal))
 
 

@@ -176,6 +176,7 @@ class RecordedRollouts:
         prompt = {name: stored_prompt.get(name) for name in ("text", "answer", "images", "perturbed", "pools")}
         return summary | ({} if grids is None else {"grids": grids}) | {
             "text": stored["text"], "pieces": stored["pieces"], "streams": streams, "prompt": prompt,
+            "messages": stored["messages"],
             "signals": name_signals(streams),
             "segments": segments, "mass": [[pool[row] for pool in segment] for segment in columns.get("mass", [])],
             "members": [other for other, group in enumerate(columns["prompt"]) if group == summary["group"]],
@@ -198,6 +199,12 @@ class RecordedRollouts:
         messages = [f"record: {lost:,} bytes are damaged or cut off and are left out"] if lost else []
         messages += refusals(self._refused)
         return messages + [f"record: step {step} is damaged and left out" for step in sorted(self._damaged)]
+
+
+def image_keys(response: Json) -> list[str]:
+    """The images of a response: those of its prompt, their perturbed views, and those that an environment showed."""
+    of_prompt = [key for name in IMAGE_LISTS for key in response["prompt"][name] or []]
+    return of_prompt + [key for message in response.get("messages", ()) for key in message["images"]]
 
 
 def check_table(table: Table, count: int) -> Table:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from mtrl.tracking.blocks import DamagedRecord
-from mtrl.view.rollout_store import SORTED_BY, Json, RolloutStore
+from mtrl.view.rollout_store import SORTED_BY, Json, RolloutStore, image_keys
 from mtrl.view.run_index import RunFolder
 
 STEPS = 8  # steps with responses, including the first and the last
@@ -69,8 +69,8 @@ def collect_step(store: RolloutStore, step: int, count: int, images: dict[str, s
     """The first `count` responses of a step, with only these as members of their groups."""
     rows = range(min(count, store.steps()[step]))
     responses = [store.response(step, row) for row in rows]
-    for prompt in [one["prompt"] for one in responses]:
-        for key in [*(prompt["images"] or []), *(prompt["perturbed"] or [])]:
+    for one in responses:
+        for key in image_keys(one):
             if key not in images:
                 data = store.image(step, key)
                 kind = "png" if data.startswith(b"\x89PNG") else "jpeg"

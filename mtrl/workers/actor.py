@@ -17,6 +17,7 @@ from mtrl.models.device_copy import to_device, unpack
 from mtrl.models.forward import Forward, Media, PreparedPass
 from mtrl.models.parallel.fsdp import run_forward, run_frozen_forward
 from mtrl.models.state_dicts import exported_weights
+from mtrl.models.turns import encoded_prompts
 from mtrl.models.views import ImageViews
 from mtrl.protocols import Snapshot
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch, Weights
@@ -113,11 +114,11 @@ class LocalActor:
         return self.forward.start_signals(rollouts, needs, self._show(needs.other_views, rollouts, step))
 
     def _show(self, names: Iterable[str], rollouts: Rollouts, step: int | None) -> dict[str, Media]:
-        """The media of all prompts under these views."""
+        """All media under these views."""
         views: dict[str, Media] = {}
         for name in names:
             assert step is not None, "a step keys the views"
-            views[name] = [self.views.media(name, prompt, step) for prompt in rollouts.prompts]
+            views[name] = [self.views.media(name, prompt, step) for prompt in encoded_prompts(rollouts)]
         return views
 
     # ------------------------------------------------------------------------------------------------------ updating

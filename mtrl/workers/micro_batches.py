@@ -33,7 +33,7 @@ class MicroBatching:
     def passes(self, rollouts: Rollouts, views: int | None = None) -> list[tuple[Tensor, bool]]:
         """Row indices of each pass, and whether it counts: a rank that has fewer passes makes up with idle ones."""
         own = self.split(rollouts, views)
-        shortest = rollouts.mask.sum(1).argmin()[None]
+        shortest = rollouts.read_tokens.argmin()[None]
         return [(rows, True) for rows in own] + [(shortest, False)] * (self.ranks.all_reduce_max(len(own)) - len(own))
 
     def split(self, rollouts: Rollouts, views: int | None = None) -> list[Tensor]:
@@ -45,7 +45,7 @@ class MicroBatching:
     def _pack(self, rollouts: Rollouts, views: int | None) -> list[list[Piece]]:
         views = views or self.views
         sizes = [len(prompt.ids) for prompt in rollouts.prompts]
-        response_tokens = views * rollouts.mask.sum(1) + self.unshared * torch.tensor(sizes)[rollouts.group]
+        response_tokens = views * rollouts.read_tokens + self.unshared * torch.tensor(sizes)[rollouts.group]
         prompt_tokens = [(views - self.unshared) * size for size in sizes]
         budget = NO_LIMIT if self.tokens is None else self.tokens
         pieces = cut_groups(rollouts.group, response_tokens, prompt_tokens, budget, self.share_prefix)

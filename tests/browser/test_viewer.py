@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers import fake_turn, with_turns
 from view_helpers import fake_run, make_step, metrics_row, recorded, replace_text, served, with_maps
 
 from mtrl.commands import demo
@@ -103,6 +104,38 @@ def test_every_heat_map_shows_its_own_numbers(page, demo_run):
         assert early != seen["vision"], "layers differ"
         rows = page.locator(".matrix .row button").all_inner_texts()
         assert rows[:2] == ["S", "entropy"] and "vision, late" in rows and "mask" in rows
+
+
+def test_messages_of_an_environment_are_at_their_place(page, tmp_path):
+    shown = fake_turn(1, "<b>bold</b>", np.zeros((9, 7, 3), dtype=np.uint8), tools=("zoom", ""), errors=1, waited=0.25)
+    run = fake_run(tmp_path / "run", steps=1)
+    shutil.rmtree(run / "record")
+    recorded(run / "record", with_turns(make_step(), [shown], None, [fake_turn(2, "the end")]))
+    with served(run) as address:
+        page.goto(f"{address}#rollouts?step=1&row=0")
+        page.wait_for_selector(".response .token")
+        parts = page.locator(".response > *").evaluate_all("nodes => nodes.map(node => node.className.trim())")
+        assert parts == ["token", "message", "token"]
+        message = page.locator(".response .message")
+        for text in ("zoom", "unreadable call", "1 failed", "7 tokens", "250 ms", "<b>bold</b><image>"):
+            assert text in message.inner_text()
+        assert message.locator("img").evaluate("img => img.decode().then(() => img.naturalHeight)") == 9
+        assert page.locator(".images img").count() == 2, "those of the prompt and its perturbed view"
+        assert page.locator(".strip > *").evaluate_all("nodes => nodes.map(node => node.className)") == [
+            "bar", "between", "bar",
+        ]  # fmt: skip
+        assert "tool calls\n2\nfailed calls\n1\ntokens shown\n7" in page.locator(".facts").inner_text()
+        page.locator(".response .token").last.hover()
+        assert "token 2 of 2" in page.locator(".token-tip").inner_text(), "messages are no tokens of the response"
+        message.hover()
+        assert page.locator(".token-tip").is_hidden()
+        page.keyboard.press("g")
+        page.wait_for_selector(".member .message")
+        assert page.locator(".member").nth(1).locator(".message").count() == 0
+        page.keyboard.press("g")
+        page.locator(".list li[data-key='1 2']").click()
+        expect(page.locator(".response > .message:last-child")).to_contain_text("the end")
+        assert "tool calls\n0\ntokens shown\n3" in page.locator(".facts").inner_text()
 
 
 DRAWN = "canvas => [...canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data].join()"

@@ -13,15 +13,16 @@ from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder
 from mtrl.models.load_model import load_model
 from mtrl.models.parity import plain_inputs, row_log_probs
-from pretraining import pretrain
+from pretraining import look_again_teacher, pretrain
 from pretraining.evaluation import make_prompts
+from pretraining.examples import make_example, pad_examples
 
 
 def test_the_shipped_model_knows_its_lessons():
     encoder = load_encoder(MODEL_DIRECTORY)
     curriculum = pretrain.CURRICULA["zoo"]
-    made = [pretrain.make_example(i, encoder, curriculum) for i in range(40)]
-    examples = pretrain.pad_examples(made, torch.device("cpu"), curriculum)
+    made = [make_example(i, encoder, curriculum) for i in range(40)]
+    examples = pad_examples(made, torch.device("cpu"), curriculum)
     torch.testing.assert_close(examples.probabilities.sum(1), torch.ones(40))
     backbone = Backbone(load_model(MODEL_DIRECTORY))
     looking = torch.ones(40, dtype=torch.long)  # the teacher's second kind of answer: it looks and names what it sees
@@ -66,8 +67,8 @@ def test_the_loss_is_that_of_transformers(family, tmp_path):
     for weight in plain.parameters():  # a random model of this size hardly looks at the picture
         weight.data *= 5 if weight.dim() > 1 else 1
     backbone = Backbone(copy.deepcopy(plain))
-    made = [pretrain.make_example(index, encoder, curriculum) for index in range(3)]
-    examples = pretrain.pad_examples(made, torch.device("cpu"), curriculum)
+    made = [make_example(index, encoder, curriculum) for index in range(3)]
+    examples = pad_examples(made, torch.device("cpu"), curriculum)
     theirs = []
     for index, example in enumerate(made):
         (prompt,) = make_prompts([make_question("train", index)], encoder)
@@ -108,3 +109,51 @@ def test_the_other_task_has_the_same_command(tmp_path, monkeypatch):
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 15e6, "small enough to be shipped"
     model, encoder = load_model(tmp_path), load_encoder(tmp_path)
     assert model.get_input_embeddings().num_embeddings == len(encoder.tokenizer)
+
+
+# ------------------------------------------------------------------------------------------- responses of several turns
+LOOK_AGAIN = replace(pretrain.CURRICULA["lookagain"], model_shape=TINY | {"vocabulary": 1024}, max_new_tokens=4)
+
+
+def test_the_loss_over_two_turns_is_that_of_transformers(tmp_path):
+    """Of the teacher's own tokens in both turns, by one forward over the whole conversation with both images. The
+    choice to zoom counts only where the teacher teaches it."""
+    start = pretrain.make_start(tmp_path, "qwen2_5_vl", LOOK_AGAIN, seed=0)
+    encoder, plain = load_encoder(start), load_model(start)
+    looks = {
+        index: look_again_teacher.demonstrations(LOOK_AGAIN.make_question("train", index))[0] for index in range(60)
+    }
+    chosen = [
+        next(index for index, look in looks.items() if look.first and look.teaches_choice == taught)
+        for taught in (True, False)
+    ]
+    made = [make_example(index, encoder, LOOK_AGAIN) for index in chosen]
+    theirs = []
+    for index, example in zip(chosen, made, strict=True):
+        begun, is_taught = look_again_teacher.begin(LOOK_AGAIN.make_question("train", index), [looks[index]], encoder)
+        assert example.inputs["image_grid_thw"].tolist() == 2 * [[1, 4, 4]]
+        assert encoder.tokenizer.decode(begun.ids[is_taught]).endswith("</tool_call><|im_end|>")
+        row = plain_inputs(encoder.inputs(begun), begun, example.responses[0])
+        own = torch.cat([is_taught, torch.ones(len(example.responses[0]), dtype=torch.bool)])
+        ids = row["input_ids"][0]
+        with torch.no_grad():
+            logp = plain(**row).logits[0].log_softmax(-1)
+        theirs.append(logp[:-1].gather(1, ids[1:, None])[own[1:], 0])
+    calls = [len(encoder.tokenizer(looks[index].first)["input_ids"]) + 1 for index in chosen]
+    assert [int(example.is_taught.sum()) for example in made] == [calls[0], calls[1] - 1]
+    examples = pad_examples(made, torch.device("cpu"), LOOK_AGAIN)
+    with torch.no_grad():
+        loss = pretrain.teacher_loss(Backbone(plain), examples, torch.arange(2), torch.zeros(2, dtype=torch.long))
+    torch.testing.assert_close(loss, -torch.cat(theirs).mean(), rtol=0, atol=5e-5)
+
+
+def test_a_model_with_a_tool(tmp_path, monkeypatch):
+    """The command makes it, and measures what its tool is worth."""
+    monkeypatch.setitem(pretrain.CURRICULA, "lookagain", LOOK_AGAIN)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    made_by = made(tmp_path, "lookagain", "--steps", "2", "--batch", "4", "--examples", "16", "--questions", "4")
+    assert made_by["loss"] < 6.6, "log(531) = 6.3 is the loss of a uniform model"
+    for name in ("greedy", "sampled at temperature 1, 8 times"):
+        assert made_by[name]["questions"] == 4 and made_by[name]["with_tools"] < 1
+    (look, *_), question = look_again_teacher.TOOLS[""], {"role": "user", "content": "?"}
+    assert '"name": "zoom"' in load_encoder(tmp_path).render([question], [look])

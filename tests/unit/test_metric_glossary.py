@@ -28,7 +28,10 @@ from mtrl.utils.metric_history import HEAD
 PREFIXES = "|".join(sorted({name.split("/")[0] for name in known_metrics()}))
 ROOMS = tuple(f"mtrl.{room}." for room in ("algorithms", "training", "workers", "data", "rollout", "distributed"))
 UPDATES = ("mtrl.algorithms.losses", "mtrl.algorithms.value_loss", "mtrl.workers.actor", "mtrl.workers.learner")
-MEMBERS = {"function": "format", "k": "4", "name": "vgr_late", "layers": "late", "statistic": "mean", "count": "used"}
+MEMBERS = {
+    "function": "format", "k": "4", "name": "vgr_late", "layers": "late", "statistic": "mean", "count": "used",
+    "number": "turns",
+}  # fmt: skip
 
 
 def recorded_names():
@@ -86,6 +89,7 @@ def test_every_entry_is_of_a_metric_that_exists():
     names |= {f"{prefix}/{key}" for prefix in ("actor", "critic") for module in UPDATES for key in written_keys(module)}
     names |= {name.removeprefix("val/") for name in names}
     names |= {*PromptCounts().metrics(), *PromptCounts().metrics(""), f"{gap_name(cut=True)}_mean", "signal/margin"}
+    names |= {f"val/{name}" for name in names if name.startswith("tools/")}
     for entry in known_metrics().values():
         assert entry.name in names or any(map(entry.member, names)), f"no run has {entry.name}"
 

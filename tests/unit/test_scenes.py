@@ -24,7 +24,8 @@ from mtrl.embedded.scenes import (
 from mtrl.models.tiny_tokenizer import tiny_tokenizer
 from mtrl.rewards.builtin import accuracy, format
 from pretraining.evaluation import CHANCE, parse_answer
-from pretraining.pretrain import ADDED_TOKENS, CURRICULA
+from pretraining.examples import ADDED_TOKENS
+from pretraining.pretrain import CURRICULA
 from pretraining.scene_teacher import DEMONSTRATIONS, HABITS, OPPOSITE, demonstrations
 
 COUNT = 250

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from mtrl.models.families.model_family import ModelFamily
 from mtrl.models.families.vision import PLAIN_PIXELS, check_aspect, read_normalization
 from mtrl.models.families.vision_encoder import VisionEncoder
-from mtrl.protocols import ImageSettings
+from mtrl.protocols import ImageSettings, Schema
 from mtrl.types import VISION_POOL, Prompt
 
 # transformers' defaults for keys that a preprocessor_config.json lacks.
@@ -87,8 +87,8 @@ class Gemma3Encoder(VisionEncoder):
         kinds = (prompt.token_pool == VISION_POOL).long()
         return super().inputs(prompt, media, device) | {"token_type_ids": kinds}
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        return super().render(messages).replace(self._marks["image"], self._expanded_mark)
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema] = ()) -> str:
+        return super().render(messages, tools).replace(self._marks["image"], self._expanded_mark)
 
 
 class Gemma3Family(ModelFamily):

@@ -22,7 +22,7 @@ from mtrl.models.families.model_family import ImageEncoder, ModelFamily
 from mtrl.models.families.vision import SCALING, check_aspect, normalize, read_normalization
 from mtrl.models.families.vision_encoder import VisionEncoder
 from mtrl.models.layer_kinds import SLIDING
-from mtrl.protocols import ImageSettings
+from mtrl.protocols import ImageSettings, Schema
 from mtrl.types import VISION_POOL, Prompt
 
 BUDGETS = (70, 140, 280, 560, 1120)  # tokens of an image that transformers' processor takes
@@ -113,8 +113,8 @@ class Gemma4Encoder(VisionEncoder):
             inputs["image_position_ids"] = torch.cat([self._pad(each, -1) for each in grids])
         return inputs
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        return super().render(messages).replace(self._marks["image"], self._expanded_mark)
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema] = ()) -> str:
+        return super().render(messages, tools).replace(self._marks["image"], self._expanded_mark)
 
     def _pad(self, patches: Tensor, value: float) -> Tensor:
         """[1, most patches, ..]"""

@@ -16,7 +16,7 @@ from mtrl.models.families.qwen_vl import QwenVLEncoder
 from mtrl.models.families.vision import patchify, rotary_positions, target_size
 from mtrl.models.families.vision_encoder import VisionEncoder
 from mtrl.protocols import ImageSettings
-from mtrl.types import Prompt
+from mtrl.types import Prompt, content_text
 
 
 class GlmEncoder(VisionEncoder):
@@ -66,6 +66,18 @@ class GlmEncoder(VisionEncoder):
             patches = [(1, h // images.patch_size, w // images.patch_size) for h, w in sizes]
             inputs["image_grid_thw"] = torch.tensor(patches)
         return inputs
+
+    def _for_template(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Contents of the system and the assistant are texts: the template of GLM-4.1V writes them as they are, and a
+        list of parts would be Python code."""
+        return [
+            message if message["role"] == "user" or any(part["type"] != "text" for part in message["content"])
+            else {**message, "content": content_text(message["content"])}
+            for message in super()._for_template(messages)
+        ]  # fmt: skip
+
+    def _settings(self) -> list[Any]:
+        return [*super()._settings(), "texts"]
 
 
 class GlmImageEncoder(QwenImageEncoder):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
@@ -17,14 +17,26 @@ from tokenizers import Encoding, Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mtrl.models.families.written_tokens import WrittenTokens
-from mtrl.protocols import Clip, ImageSettings, VideoSettings
-from mtrl.types import NO_POOL, TEXT_POOL, Prompt, Task
+from mtrl.models.families.message_parts import check_marks, content_parts, system_spans
+from mtrl.models.families.shown_tools import ShownTools, find_place
+from mtrl.models.families.tool_messages import MessageForm, Role, drop_first, find_form
+from mtrl.models.families.written_tokens import Placeholders, WrittenTokens
+from mtrl.protocols import Clip, ImageSettings, Schema, VideoSettings
+from mtrl.types import NO_POOL, TEXT_POOL, Medium, Prompt, Task
+from mtrl.utils.images import resize_image
 
 ENCODING_VERSION = 2  # part of the fingerprint: raise it when the same settings give other tokens or pools
 
 NO_VIDEOS = "this model takes no videos"
-CHATML_SYSTEM = re.compile(r"<\|im_start\|>system\n.*?(?=<\|im_start\|>|\Z)", re.DOTALL)
+
+
+class Rendered(NamedTuple):
+    """A chat as one text, and its tokens. In messages and text, placeholders replace special tokens that a message
+    spells out."""
+
+    messages: Sequence[Mapping[str, Any]]
+    text: str
+    tokens: Encoding
 
 
 class TextEncoder:
@@ -40,6 +52,8 @@ class TextEncoder:
     image_settings: ImageSettings | None = None  # a text model takes none
     video_settings = VideoSettings()
     forbidden_ids: tuple[int, ...] = ()
+    _tools = ShownTools()
+    _image_token: str | None = None  # what a rendered chat has for an image
 
     def __init__(
         self,
@@ -65,7 +79,8 @@ class TextEncoder:
         self._special_ids = torch.tensor(sorted({*tokenizer.all_special_ids, *(i for i, t in added if t.special)}))
         # The Rust tokenizer itself: no padding, no truncation, no warnings about long texts, and twice as fast.
         self._backend = tokenizer.backend_tokenizer
-        self._written = WrittenTokens.from_tokenizer(tokenizer) if not allow_special_tokens else WrittenTokens(())
+        self._special_tokens = WrittenTokens.from_tokenizer(tokenizer)
+        self._written = self._special_tokens if not allow_special_tokens else WrittenTokens(())
         self._backend.no_padding()
         self._backend.no_truncation()
 
@@ -84,12 +99,10 @@ class TextEncoder:
 
     def length(self, task: Task, sizes: Sequence[tuple[int, int]]) -> int:
         """Tokens of the prompt. `sizes` are those of the media before the resize to `target_size`."""
-        return len(self._tokens(task, len(sizes))[1].ids)
+        return len(self._tokens(task, len(sizes)).tokens.ids)
 
     def encode(self, task: Task, media: Sequence[np.ndarray]) -> Prompt:
-        text, tokens = self._tokens(task, len(media))
-        ids = torch.tensor(tokens.ids, dtype=torch.long)
-        return Prompt(task, (), ids, ids, self._text_pool(task, text, tokens))
+        return self._make_prompt(task, media, self._tokens(task, len(media)))
 
     def inputs(
         self, prompt: Prompt, media: Sequence[np.ndarray] | None = None, device: torch.device | None = None
@@ -98,6 +111,34 @@ class TextEncoder:
         assert not media and not prompt.media, "a text model takes no images"
         return {"position_ids": torch.arange(len(prompt.ids))}
 
+    # ------------------------------------------------------------------------------------------------- environments
+    def with_tools(self, tools: Mapping[str, Sequence[Schema]]) -> TextEncoder:
+        """A copy whose prompts describe the tools that a row's column `environment` names, or the same for every row
+        if their name is empty."""
+        encoder = copy(self)
+        encoder.__dict__.pop("_fingerprint", None)
+        encoder._tools = ShownTools({name: tuple(each) for name, each in tools.items()}, find_place(self.render))
+        return encoder
+
+    @property
+    def tool_role(self) -> Role:
+        return self._message_form.role
+
+    def check_messages(self) -> None:
+        self._find_message_form()
+
+    def encode_message(self, content: Sequence[str | np.ndarray], after: int, id: str) -> Prompt:
+        form, images = self._message_form, [block for block in content if not isinstance(block, str)]
+        images = [resize_image(image, *self.target_size(*image.shape[:2])) for image in images]
+        media = tuple(Medium("image", None) for _ in images)
+        placeholders = self._special_tokens.make_placeholders(content)
+        message = form.message(placeholders.insert(content))
+        text = form.write(self.render, message, str(self.tokenizer.convert_ids_to_tokens(after)))
+        rendered = self._tokenize(media, [message], text, placeholders)
+        task = Task(id, "environment", (form.message(content),), media)
+        return drop_first(self._make_prompt(task, images, rendered), after)
+
+    # ------------------------------------------------------------------------------------------------- what is drawn
     def find_written_tokens(self, text: str) -> list[str]:
         """The special tokens that a text spells out; the model reads them as text."""
         return self._written.find(text)
@@ -130,8 +171,9 @@ class TextEncoder:
         return [self._backend.decode([i], skip_special_tokens=False) for i in list_ids(ids)]
 
     # ------------------------------------------------------------------------------------------------------ helpers
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The chat as one text that ends where the answer begins; without a template one content per line."""
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema] = ()) -> str:
+        """The chat as one text that ends where the answer begins; without a template one content per line. The template
+        describes the tools."""
         if not messages:
             raise ValueError("the prompt is empty")
         if self.chat_template is None:
@@ -139,6 +181,7 @@ class TextEncoder:
         try:
             text = self.tokenizer.apply_chat_template(
                 self._for_template(messages),
+                tools=[dict(each) for each in tools] or None,
                 chat_template=self.chat_template,
                 add_generation_prompt=True,
                 tokenize=False,
@@ -162,42 +205,62 @@ class TextEncoder:
             raise ValueError(f"this is a text model; the prompt has media ({part['type']})")
         return part["text"]
 
-    def _tokens(self, task: Task, media_count: int) -> tuple[str, Encoding]:
-        """The prompt's text and its tokens, one pad for each medium. In the text, placeholders replace special tokens
-        that messages spell out."""
+    def _tokens(self, task: Task, media_count: int) -> Rendered:
+        """The prompt as the template writes it, one pad for each medium."""
         check_marks(task, media_count)
-        placeholders = self._written.make_placeholders(task.messages)
-        text = self.render(placeholders.insert(task.messages))
+        schemas = self._tools.of(task)
+        placeholders = self._written.make_placeholders((task.messages, schemas))
+        schemas = placeholders.insert(schemas)
+        messages = self._tools.place_in(placeholders.insert(task.messages), schemas)
+        text = self.render(messages, schemas) if schemas and self._tools.place == "template" else self.render(messages)
+        return self._tokenize(task.media, messages, text, placeholders)
+
+    def _tokenize(
+        self, media: Sequence[Medium], messages: Sequence[Mapping[str, Any]], text: str, placeholders: Placeholders
+    ) -> Rendered:
         # A template writes its own special tokens; plain text gets what the tokenizer adds (a BOS, mostly none).
         add = self.chat_template is None
         try:
             if not placeholders:
-                return text, self._backend.encode(text, add_special_tokens=add)
+                return Rendered(messages, text, self._backend.encode(text, add_special_tokens=add))
             pieces = [
                 self._backend.encode(piece, add_special_tokens=False)
                 if is_token
                 else self._plain_tokenizer.encode(placeholders.remove(piece), add_special_tokens=False)
-                for piece, is_token in self._written.split(text)
+                for piece, is_token in self._special_tokens.split(text)
             ]
-            return text, self._backend.post_process(Encoding.merge(pieces), add_special_tokens=add)
+            tokens = self._backend.post_process(Encoding.merge(pieces), add_special_tokens=add)
+            return Rendered(messages, text, tokens)
         except TypeError as error:  # JSON can contain half a surrogate pair, which no tokenizer takes
             raise ValueError("the prompt is not valid Unicode text") from error
 
-    def _text_pool(self, task: Task, text: str, tokens: Encoding) -> Tensor:
+    def _make_prompt(self, task: Task, media: Sequence[np.ndarray], rendered: Rendered) -> Prompt:
+        ids = torch.tensor(rendered.tokens.ids, dtype=torch.long)
+        return Prompt(task, (), ids, ids, self._text_pool(rendered))
+
+    def _text_pool(self, rendered: Rendered) -> Tensor:
+        tokens = rendered.tokens
         pool = torch.full((len(tokens.ids),), TEXT_POOL, dtype=torch.long)
         if not self._pool_special:
             pool[torch.isin(torch.tensor(tokens.ids), self._special_ids)] = NO_POOL
         if not self._pool_system:
             starts, ends = torch.tensor(tokens.offsets, dtype=torch.long).view(-1, 2).unbind(1)
-            messages = self._written.make_placeholders(task.messages).insert(task.messages)
-            for begin, end in system_spans(text, messages):
+            for begin, end in system_spans(rendered.text, rendered.messages):
                 pool[(ends > begin) & (starts < end)] = NO_POOL
         return pool
+
+    def _find_message_form(self) -> MessageForm:
+        return find_form(self.chat_template, self.render, self._image_token)
+
+    @cached_property
+    def _message_form(self) -> MessageForm:
+        return self._find_message_form()
 
     def _settings(self) -> list[Any]:
         """Everything that `length` and `encode` depend on, except the tokenizer."""
         pools = [self._pool_special, self._pool_system]
-        return [ENCODING_VERSION, type(self).__name__, self.chat_template, *pools, not self._written.tokens]
+        tools = [self._tools.schemas] if any(self._tools.schemas.values()) else []
+        return [ENCODING_VERSION, type(self).__name__, self.chat_template, *pools, not self._written.tokens, *tools]
 
     @cached_property
     def _text_backend(self) -> Tokenizer:
@@ -220,51 +283,6 @@ def list_ids(ids: Sequence[int] | Tensor) -> list[int]:
     """As Python numbers. One by one a tensor gives them slowly: the 262,144 tokens of a step took 1.1 s to decode, at
     once 0.2 s."""
     return ids.tolist() if isinstance(ids, Tensor) else [int(each) for each in ids]
-
-
-def content_parts(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The parts of a message: {"type": "text", "text": ..}, {"type": "image"} or {"type": "video"}."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ValueError(f"not a message (a role and a content): {message!r:.200}")
-    content = message.get("content")
-    if isinstance(content, str):
-        yield {"type": "text", "text": content}
-        return
-    if content is not None and not isinstance(content, (list, tuple)):
-        raise ValueError(f"the content of a message is a {type(content).__name__}; it must be text or a list of parts")
-    for part in content or ():
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in ("text", "image", "video") or (kind == "text" and not isinstance(part.get("text"), str)):
-            raise ValueError(f"not a part of a message (a text with its text, an image or a video): {part!r:.200}")
-        yield dict(part)
-
-
-def check_marks(task: Task, media_count: int) -> None:
-    """Check that messages, task and given media agree in number and kind of media."""
-    marks = [part["type"] for message in task.messages for part in content_parts(message) if part["type"] != "text"]
-    kinds = [medium.kind for medium in task.media]
-    if not len(marks) == len(kinds) == media_count:
-        media = "media" if "video" in (*marks, *kinds) else "images"
-        raise ValueError(
-            f"the messages have {len(marks)} {media.removesuffix('s')} marks, the row names {len(kinds)} {media} and "
-            f"{media_count} were given; the three must be equal"
-        )
-    if marks != kinds:
-        raise ValueError(f"the messages have marks of {', '.join(marks)}, the row's media are {', '.join(kinds)}")
-
-
-def system_spans(text: str, messages: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """(begin, end) of system segments in the rendered text: in ChatML (Qwen) the whole turn, also one that the template
-    adds; elsewhere the text of system messages."""
-    if spans := [match.span() for match in CHATML_SYSTEM.finditer(text)]:
-        return spans
-    for message in messages:
-        if message.get("role") == "system":
-            body = "".join(part.get("text", "") for part in content_parts(message)).strip()  # templates trim
-            begin = text.find(body)
-            if body and begin >= 0:
-                spans.append((begin, begin + len(body)))
-    return spans
 
 
 def _find_template(tokenizer: PreTrainedTokenizerBase) -> str | None:

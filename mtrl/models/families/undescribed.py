@@ -45,7 +45,7 @@ class ProcessorEncoder(VisionEncoder):
         self._feature_id = self._pad_ids["image"]
         mark = processor.image_token  # what a template writes for an image; some expansions have other tokens inside
         pad: Any = tokenizer.convert_tokens_to_ids(mark)
-        self._pad_ids, self._marks = {"image": pad}, {"image": mark}
+        self._pad_ids, self._marks, self._image_token = {"image": pad}, {"image": mark}, mark
         other = [getattr(config, "video_token_id", None)]
         self.forbidden_ids = tuple(sorted({*self.forbidden_ids, pad, *(each for each in other if each is not None)}))
         self._expansions: dict[tuple[int, int], list[int]] = {}
@@ -106,7 +106,7 @@ class ProcessorEncoder(VisionEncoder):
 
     def plain_inputs(self, prompt: Prompt) -> dict[str, Tensor]:
         """Everything that the Processor returns for the whole prompt, its own tokens among it."""
-        return self._process(self.render(prompt.task.messages), prompt.media, whole=True)
+        return self._process(self._tokens(prompt.task, len(prompt.media)).text, prompt.media, whole=True)
 
     # --------------------------------------------------------------------------------------------------------- helpers
     def _process(self, text: str, media: Sequence[np.ndarray], whole: bool) -> dict[str, Tensor]:

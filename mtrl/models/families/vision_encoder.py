@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from tokenizers import Encoding
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mtrl.models.checkpoint_files import read_checkpoint_json
 from mtrl.models.device_copy import to_device
-from mtrl.models.families.text import TextEncoder, check_marks, content_parts
+from mtrl.models.families.message_parts import check_marks, content_parts
+from mtrl.models.families.text import Rendered, TextEncoder
 from mtrl.models.families.vision import normalize
-from mtrl.models.families.written_tokens import iter_strings
+from mtrl.models.families.written_tokens import Placeholders, iter_strings
 from mtrl.protocols import ImageSettings
 from mtrl.types import VISION_POOL, Medium, Prompt, Task
 
@@ -55,6 +55,7 @@ class VisionEncoder(TextEncoder):
         self.forbidden_ids = tuple(sorted({*marks, *(added[name] for name in self.media_tokens if name in added)}))
         names = {index: content for content, index in added.items()}
         self._marks = {kind: names[index] for kind, index in self._pad_ids.items()}
+        self._image_token = self._marks["image"]
         self._media_token = re.compile("|".join(re.escape(names[index]) for index in self.forbidden_ids))
 
     @classmethod
@@ -111,28 +112,11 @@ class VisionEncoder(TextEncoder):
     # --------------------------------------------------------------------------------------------------- PromptEncoder
     def length(self, task: Task, sizes: Sequence[tuple[int, int]]) -> int:
         """Tokens of the prompt. `sizes` are those of the media as they come, before the resize to `target_size`."""
-        ids = self._tokens(task, len(sizes))[1].ids
+        ids = self._tokens(task, len(sizes)).tokens.ids
         return len(ids) + sum(
             self.count_tokens(medium, *self._resized(medium, *size)) - 1
             for medium, size in zip(task.media, sizes, strict=True)
         )
-
-    def encode(self, task: Task, media: Sequence[np.ndarray]) -> Prompt:
-        sizes = [self._check_array(array) for array in media]
-        text, tokens = self._tokens(task, len(media))
-        engine_ids = torch.tensor(tokens.ids, dtype=torch.long)
-        engine_pool = self._text_pool(task, text, tokens)
-        ids: list[Tensor] = []
-        pool: list[Tensor] = []
-        begin = 0
-        pads = self._is_pad(engine_ids).nonzero().flatten().tolist()
-        for pad, medium, size in zip(pads, task.media, sizes, strict=True):
-            medium_ids, medium_pool = self._expand(medium, *size)
-            ids += [engine_ids[begin:pad], medium_ids]
-            pool += [engine_pool[begin:pad], medium_pool]
-            begin = pad + 1
-        all_ids, all_pools = torch.cat([*ids, engine_ids[begin:]]), torch.cat([*pool, engine_pool[begin:]])
-        return Prompt(task, tuple(media), all_ids, engine_ids, all_pools)
 
     def inputs(
         self, prompt: Prompt, media: Sequence[np.ndarray] | None = None, device: torch.device | None = None
@@ -150,22 +134,42 @@ class VisionEncoder(TextEncoder):
         return medium[..., top : top + height, left : left + width, :]
 
     # --------------------------------------------------------------------------------------------------------- helpers
-    def _tokens(self, task: Task, media_count: int) -> tuple[str, Encoding]:
+    def _make_prompt(self, task: Task, media: Sequence[np.ndarray], rendered: Rendered) -> Prompt:
+        engine_ids = torch.tensor(rendered.tokens.ids, dtype=torch.long)
+        engine_pool = self._text_pool(rendered)
+        ids: list[Tensor] = []
+        pool: list[Tensor] = []
+        begin = 0
+        pads = self._is_pad(engine_ids).nonzero().flatten().tolist()
+        for pad, medium, array in zip(pads, task.media, media, strict=True):
+            medium_ids, medium_pool = self._expand(medium, *self._check_array(array))
+            ids += [engine_ids[begin:pad], medium_ids]
+            pool += [engine_pool[begin:pad], medium_pool]
+            begin = pad + 1
+        all_ids, all_pools = torch.cat([*ids, engine_ids[begin:]]), torch.cat([*pool, engine_pool[begin:]])
+        return Prompt(task, tuple(media), all_ids, engine_ids, all_pools)
+
+    def _tokens(self, task: Task, media_count: int) -> Rendered:
         check_marks(task, media_count)
         for string in iter_strings(task.messages):
             if match := self._media_token.search(string):
                 raise ValueError(f"the text contains the media token {match[0]}; images must be image parts")
         if others := {medium.kind for medium in task.media} - self._pad_ids.keys():
             raise ValueError(f"this model takes no {min(others)}s")
-        text, tokens = super()._tokens(task, media_count)
+        return super()._tokens(task, media_count)
+
+    def _tokenize(
+        self, media: Sequence[Medium], messages: Sequence[Mapping[str, Any]], text: str, placeholders: Placeholders
+    ) -> Rendered:
+        rendered = super()._tokenize(media, messages, text, placeholders)
         for kind, index in self._pad_ids.items():
-            pads, count = tokens.ids.count(index), sum(medium.kind == kind for medium in task.media)
+            pads, count = rendered.tokens.ids.count(index), sum(medium.kind == kind for medium in media)
             if pads != count:  # the template drops images, or joined text became a token
                 raise ValueError(f"the rendered prompt has {pads} {self._marks[kind]} for {count} {kind}s")
-        kinds = [self._pad_ids[medium.kind] for medium in task.media]
-        if [index for index in tokens.ids if index in self._pad_ids.values()] != kinds:
+        kinds = [self._pad_ids[medium.kind] for medium in media]
+        if [index for index in rendered.tokens.ids if index in self._pad_ids.values()] != kinds:
             raise ValueError("the chat template puts images and videos in another order than the messages")
-        return text, tokens
+        return rendered
 
     def _for_template(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Templates of vision-language models read parts; many drop a content that is a text."""

@@ -80,7 +80,7 @@ class Placeholders:
         if isinstance(value, str):
             return self.pattern.sub(lambda match: self.characters[match[0]] * len(match[0]), value)
         if isinstance(value, Mapping):
-            return {name: self.insert(item) for name, item in value.items()}
+            return {self.insert(name): self.insert(item) for name, item in value.items()}
         return [self.insert(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def remove(self, text: str) -> str:
@@ -93,11 +93,12 @@ class Placeholders:
 
 
 def iter_strings(value: Any) -> Iterator[str]:
-    """Every string in the messages: a template may write any of them."""
+    """Every string in messages or schemas: a template may write any of them, names of arguments too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
+        for name, item in value.items():
+            yield from iter_strings(name)
             yield from iter_strings(item)
     elif isinstance(value, (list, tuple)):
         for item in value:

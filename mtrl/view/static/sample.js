@@ -1,7 +1,7 @@
 // One response, or all responses to its prompt: images, prompt, reward, and every token with its numbers.
 
 import * as api from "mtrl/api";
-import { fill, h, number, plural, visible } from "mtrl/dom";
+import { fill, h, number, plural, seconds, visible } from "mtrl/dom";
 import { clearAttention, drawAttention, getMaps } from "mtrl/attention";
 import { HEATS, allHeats, extraHeats, heatValues, listHeats, makeLegend, makeScale, paint } from "mtrl/heat";
 import { verdict } from "mtrl/rollouts";
@@ -12,6 +12,7 @@ const NUMBERS = [
   ["old", "log-prob"], ["behaviour", "log-prob when sampled"],
 ];
 const YES_OR_NO = new Set(["mask", "trained"]);
+const UNREADABLE = "unreadable call"; // in place of the name of its tool
 const SMALL = 200; // pixels: smaller images are enlarged
 const ENLARGED = 190;
 
@@ -20,6 +21,12 @@ function enlarge(img) {
   if (width > SMALL) return;
   const factor = ENLARGED / Math.max(width, height, 1);
   Object.assign(img.style, { width: `${width * factor}px`, height: `${height * factor}px`, imageRendering: "pixelated" });
+}
+
+/** Tokens or bars, with what `draw` makes of each message of an environment at its place. */
+function interleave(nodes, messages, draw) {
+  const begins = [0, ...messages.map((message) => message.after)];
+  return begins.map((begin, index) => [index ? draw(messages[index - 1]) : null, nodes.slice(begin, begins[index + 1])]);
 }
 
 export class Sample {
@@ -163,10 +170,25 @@ export class Sample {
       for (const kind of ["pointerenter", "focus"]) span.addEventListener(kind, () => this.showTip(one, token, span));
       return span;
     });
-    const box = h("div", { class: "response" }, tokens);
+    const box = h("div", { class: "response" }, interleave(tokens, one.messages ?? [], (message) => this.message(one, message)));
     for (const kind of ["pointerleave", "focusout"]) box.addEventListener(kind, () => this.clearToken());
     box.addEventListener("keydown", (event) => stepThrough(event, tokens));
     return box;
+  }
+
+  /** What an environment said: the tools that were called, its text and its images. */
+  message(one, { tools, errors, tokens, seconds: waited, content, images }) {
+    const names = tools.map((name) => h("code", { class: name ? "" : "wrong" }, name || UNREADABLE));
+    const facts = [plural(tokens, "token"), seconds(waited)].join(" · ");
+    const run = one.run ?? this.shown?.run;
+    const thumbnail = (key) => {
+      const img = h("img", { src: api.image(run, one.step, key), alt: "image of the message", onload: () => img.classList.toggle("small", img.naturalWidth <= SMALL) });
+      return img;
+    };
+    const head = h("header", {}, "environment", names, h("span", { class: "grow" }), errors ? h("span", { class: "wrong" }, `${errors} failed`) : null, h("span", { class: "quiet" }, facts));
+    const node = h("section", { class: "message", "aria-label": "message of the environment" }, head, content.trim() ? h("pre", {}, content.trim()) : null, images.length ? h("div", { class: "shown" }, images.map(thumbnail)) : null);
+    node.addEventListener("pointerenter", () => this.clearToken());
+    return node;
   }
 
   /** Hides the tip and the attention of the token that was pointed at. */
@@ -225,7 +247,7 @@ export class Sample {
       bar.addEventListener("pointerleave", () => this.highlight(token, false));
       return bar;
     });
-    return h("div", { class: "strip", "aria-hidden": true }, bars);
+    return h("div", { class: "strip", "aria-hidden": true }, interleave(bars, one.messages ?? [], () => h("i", { class: "between", title: "a message of the environment" })));
   }
 
   /** All heat maps, one row each, one column per token. */
@@ -268,8 +290,11 @@ export class Sample {
   }
 
   numbers(one) {
+    const messages = one.messages ?? [];
+    const sum = (of) => (messages.length ? messages.reduce((total, message) => total + of(message), 0) : null);
     const rows = [
       ["tokens", one.tokens === null ? null : `${number(one.tokens)}${one.finish === "length" ? ", cut off" : ""}`], ["trained on", one.trained === undefined ? null : plural(one.trained, "token")],
+      ["tool calls", sum((message) => message.tools.length)], ["failed calls", sum((message) => message.errors) || null], ["tokens shown", sum((message) => message.tokens)],
       ["advantage", one.advantage], ["trajectory weight", one.scale], ["mean S", one.dependency], ["mean entropy", one.entropy], ["mean vision mass", one.vision], ["weight version", one.version], ["sampled on", one.noised ? "noised image" : null],
     ].filter(([, value]) => value !== null && value !== undefined);
     return rows.length ? h("section", { class: "card" }, h("h3", {}, "Numbers"), h("dl", {}, rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, number(value))]))) : null;
