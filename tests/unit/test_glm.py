@@ -148,3 +148,14 @@ def test_vllm_is_refused_where_it_would_leave_out_biases(tmp_path):
         ConfigError, match=r"worker\.rollout\.name: .* \(without \"attention_bias\": true in the text_config"
     ):
         check_vllm_family(config)
+
+
+def test_the_tower_gets_the_lengths_of_images_where_its_patches_are(path):
+    """On CUDA it compares them with places on the device; `meta` stands for it here."""
+    tower = load_model(path).model.visual
+    Backbone(model := load_model(path))
+    (hook,) = model.model.visual.embeddings._forward_pre_hooks.values()
+    patches, lengths = torch.empty(6, 4, device="meta"), torch.tensor([4, 2], dtype=torch.int32)
+    _, moved, shapes = hook(model.model.visual.embeddings, (patches, lengths, "shapes"))
+    assert moved.device.type == "meta" and moved.shape == (2,) and shapes == "shapes"
+    assert not tower.embeddings._forward_pre_hooks

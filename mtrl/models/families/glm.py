@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from mtrl.models.device_copy import to_device
 from mtrl.models.families.model_family import ModelFamily
 from mtrl.models.families.qwen_tower import Grid, QwenImageEncoder
 from mtrl.models.families.qwen_vl import QwenVLEncoder
@@ -87,6 +88,13 @@ class GlmImageEncoder(QwenImageEncoder):
         return self.tower(pixels.to(self.tower.dtype), grid_thw=torch.tensor(grids, device=pixels.device), **indices)
 
 
+def move_lengths(_embeddings: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The lengths of the images, which `vision_indices` keeps on the CPU for attention, to the device of the patches:
+    this tower compares them with places there."""
+    patches, lengths, *others = arguments
+    return patches, to_device(lengths, patches.device), *others
+
+
 class GlmFamily(ModelFamily):
     encoder = GlmEncoder
     image_encoder = GlmImageEncoder
@@ -94,6 +102,9 @@ class GlmFamily(ModelFamily):
     vision_layers = "blocks"
     position_axes = 3
     shares_prefix = True
+
+    def prepare_tower(self, tower: Any, *, narrow_cuda: bool) -> None:
+        tower.embeddings.register_forward_pre_hook(move_lengths)
 
     def explain_no_vllm(self, config: Any) -> str | None:
         if not getattr(config.text_config, "attention_bias", False):  # transformers has these biases without the key
