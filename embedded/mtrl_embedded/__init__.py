@@ -1,1 +1,1 @@
-"""The weights of MTRL's embedded models, one folder each: `zoo` (6.3 MB) and `scenes` (9.8 MB)."""
+"""The weights of MTRL's embedded models, one folder each: `zoo` and `lookagain` (6.3 MB), `scenes` (9.8 MB)."""

@@ -22,6 +22,7 @@ from mtrl.compose.tool_gain import ToolGain, measure_tool_gain
 from mtrl.report.markdown_text import table
 
 HEADS = ("checkpoint", "with", "without", "blank", "difference", "gain", "harm", "calls", "errors", "unanswered")
+NO_ATTENTION = "optimization.compute_attention_metrics=false"  # a second pass over every response
 OPTIONS = OptionParser(__doc__, "--data")
 
 
@@ -31,6 +32,7 @@ def run(arguments: Sequence[str]) -> int:
     paths = [each for path in others if path not in overrides for each in find_models(path)]
     if not paths:
         OPTIONS.error("which run?")
+    overrides = [NO_ATTENTION, *overrides]
     configs = {path: load_evaluation_config(path, overrides, options.data) for path in paths}
     measured: dict[str, ToolGain] = {}
     for path, config in configs.items():

@@ -215,7 +215,7 @@ class OptimizationConfig:
 
 @dataclass(frozen=True)
 class ActorModelConfig:
-    model_path: str | None = key(None, "hub id or directory; null: embedded model; scenes: the other one")
+    model_path: str | None = key(None, "hub id or directory; null: embedded model; scenes, lookagain: others")
     tokenizer_path: str | None = key(None, "hub id or directory of the tokenizer; null: model_path")
     trust_remote_code: bool = key(False, "run Python code that comes with the model")
     family: str | None = key(
