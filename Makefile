@@ -108,10 +108,11 @@ test-all: test-vllm test-every-combination test-vllm-slow test-mutation
 test-every-combination: setup browser
 	$(PYTEST) -m "not soak" --every-combination
 
-# Ranks apart: the engines that other files keep take so much memory that Ray would end them.
+# What starts Ray stands apart: the engines that other files keep take so much memory that it would end ranks.
+WITH_RAY := tests/on_vllm/test_quick_start.py tests/cluster/test_vllm_ranks.py
 test-vllm-slow: setup-vllm
-	$(PYTEST_VLLM) -m slow $(VLLM_TESTS) -k vllm
-	$(PYTEST_VLLM) -m slow tests/cluster/test_vllm_ranks.py
+	$(PYTEST_VLLM) -m slow $(VLLM_TESTS) -k vllm $(WITH_RAY:%=--ignore=%)
+	$(PYTEST_VLLM) -m slow $(WITH_RAY)
 
 test-mutation: setup
 	$(BIN)/python tests/mutation.py

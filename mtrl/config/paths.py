@@ -25,10 +25,9 @@ def resolve_paths(value: Any, kind: PathKind, folder: Path | None) -> Any:
     """Make each path in the value absolute that exists in the folder. An override has no folder."""
     if isinstance(value, list):
         return [resolve_paths(item, kind, folder) for item in value]
-    if isinstance(value, Mapping):  # a credit rule with its arguments
-        return {
-            name: resolve_paths(item, kind, folder) if name in CODE_ARGUMENTS else item for name, item in value.items()
-        }
+    if isinstance(value, Mapping):  # a credit rule with its arguments, or files by the names of environments
+        paths = CODE_ARGUMENTS if "name" in value else value
+        return {name: resolve_paths(item, kind, folder) if name in paths else item for name, item in value.items()}
     if not isinstance(value, str) or "${" in value + str(folder):  # a reference is resolved by the key it refers to
         return value
     if kind == "code":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from mtrl.environments.pool import EnvironmentPool
@@ -56,10 +57,14 @@ class EnvironmentFunction:
             sessions = [self.sessions[samples[row][ROLLOUT_ID]] for row in rows]
             scored = self.pool.score(self.spec, sessions, [samples[row] for row in rows])
             for place, row in enumerate(rows):
-                futures[row] = convert(scored, lambda results, place=place: to_outcome(results[place]))
+                futures[row] = convert(scored, partial(outcome_of_one, place))
         return [futures[row] for row in range(len(samples))]
 
     def close(self) -> None: ...
+
+
+def outcome_of_one(place: int, results: Sequence[ScoreResult]) -> Outcome:
+    return to_outcome(results[place])
 
 
 def to_outcome(result: ScoreResult) -> Outcome:

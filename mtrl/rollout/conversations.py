@@ -106,6 +106,9 @@ class ConversationGenerator:
     max_turns: int  # messages of a response
     barrier: bool = False
 
+    def __post_init__(self) -> None:
+        self.colocated = self.engine.colocated
+
     # ------------------------------------------------------------------------------------------------ the whole rollout
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:
         self.sessions.close_before(sampling.step)
@@ -183,10 +186,6 @@ class ConversationGenerator:
         return bool(calls)
 
     # ------------------------------------------------------------------------------------------------------ the engine
-    @property
-    def colocated(self) -> bool:
-        return self.engine.colocated
-
     def resident(self) -> AbstractContextManager[None]:
         return self.engine.resident()
 

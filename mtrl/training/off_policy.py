@@ -98,8 +98,8 @@ def read_sampled(directory: Path, source: TaskSource) -> SampledBatch | None:
     if not rows:
         return None
     prompts = tuple(source.get(rows["rollouts"]["tasks"]))
-    named = {
-        name: Rollouts(prompts, text=tuple(row["text"]), finish_reason=tuple(row["finish"]), **tensors[name])
-        for name, row in rows.items()
-    }
+    named: dict[str, Rollouts] = {}
+    for name, row in rows.items():
+        columns: dict[str, Any] = dict(tensors[name])
+        named[name] = Rollouts(prompts, text=tuple(row["text"]), finish_reason=tuple(row["finish"]), **columns)
     return SampledBatch(**named)

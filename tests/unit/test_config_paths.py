@@ -52,6 +52,8 @@ FOUND = [
     ("optimization.policy_loss", "{name: mine.py:Loss}", {"name": "{home}/mine.py:Loss"}),
     ("training.logger", "[console, mine.py:Logger]", ("console", "{home}/mine.py:Logger")),
     ("worker.rollout.name", "mine.py:Engine", "{home}/mine.py:Engine"),
+    ("worker.rollout.environment", "mine.py:Tools", "{home}/mine.py:Tools"),
+    ("worker.rollout.environment", "{crop: mine.py:Crop}", {"crop": "{home}/mine.py:Crop"}),
     ("worker.actor.model.family", "mine.py:Family", "{home}/mine.py:Family"),
 ]  # fmt: skip
 AS_TYPED = [

@@ -50,9 +50,12 @@ class Dyco(Weight):
 
     def apply(self, experience: Experience, key: Key) -> Tensor | None:
         signals, mask = experience.signals, experience.rollouts.mask
-        if signals.image_shift is None or signals.text_shift is None:
+        if signals.image_shift is None:  # all four are measured, or none
             return None  # no response of this step has an image
-        assert signals.image_share is not None and signals.text_share is not None and experience.advantage is not None
+        assert signals.text_shift is not None
+        assert signals.image_share is not None
+        assert signals.text_share is not None
+        assert experience.advantage is not None
         later = mask & (mask.cumsum(1) > 1) & experience.rollouts.visual[:, None]
         difference = signals.image_shift - signals.text_shift
         visual, text = later & (difference > self.tau), later & (difference < -self.tau)
