@@ -74,9 +74,13 @@ class Conversation:
         """Take what the tools gave as the next message; whether the response continues. A message that leaves no room
         for another token is dropped, and the response ends at its limit."""
         results = [future.result() for future in self.results]
-        content = [block for result in results for block in result.content]
-        own = torch.cat(self.tokens)
-        message = encoder.encode_message(content, int(own[-1]), f"{self.id}.{len(self.turns)}")
+        own, id = torch.cat(self.tokens), f"{self.id}.{len(self.turns)}"
+        errors = sum(result.error is not None for result in results)
+        try:
+            message = encoder.encode_message([b for r in results for b in r.content], int(own[-1]), id)
+        except ValueError as error:  # such as an image that the model cannot take
+            errors = len(results)
+            message = encoder.encode_message([str({"error": str(error)})], int(own[-1]), id)
         if len(message.ids) >= self.room:
             self.finish_reason = "length"
             return False
@@ -85,7 +89,7 @@ class Conversation:
                 len(own),
                 message,
                 tuple(result.name for result in results),
-                sum(result.error is not None for result in results),
+                errors,
                 max(result.waited for result in results),
             )
         )
@@ -160,7 +164,12 @@ class ConversationGenerator:
                 f"{origin}: reset gave different contents for the responses to one prompt, which share it; make it "
                 "depend on the row, the seed it declares, or random numbers alone"
             )
-        return extend_prompt(self.encoder, prompt, first.content) if first.content else prompt
+        if not first.content:
+            return prompt
+        try:
+            return extend_prompt(self.encoder, prompt, first.content)
+        except ValueError as error:  # such as an image that the model cannot take
+            raise RunError(f"{origin}: what reset of the environment says cannot be shown: {error}") from error
 
     # ---------------------------------------------------------------------------------------------------- turn by turn
     def _continue(self, rows: Sequence[Conversation], sampling: Sampling) -> None:

@@ -62,6 +62,11 @@ class Greets(Pictures):
     greeting = [{"type": "text", "text": "look here"},
                 {"type": "image", "image": Image.fromarray(np.full((56, 56, 3), 90, np.uint8))}]
 
+class Strips(Words):
+    def look(self) -> list:
+        \"\"\"Shows a line of pixels.\"\"\"
+        return [{"type": "image", "image": Image.new("RGB", (900, 1))}]
+
 class Draws(Words):
     def reset(self, seed=None, **row):
         super().reset()
@@ -163,6 +168,13 @@ def test_a_message_that_leaves_no_room_ends_the_response(calls, tmp_path):
         kept = int(short.mask[row].sum())
         assert torch.equal(short.tokens[row, :kept], whole.tokens[row, :kept])
         assert reason == "length" or len(short.observations[row].turns) == len(whole.observations[row].turns)
+
+
+def test_an_image_that_the_model_cannot_take_is_an_error_for_it_to_read(calls, tmp_path):
+    with conversing(tmp_path, "qwen2_5_vl", name="Strips", max_turns=1) as generator:
+        rollouts = generator.generate(prompts_for("qwen2_5_vl")[:1], SAMPLING)
+    (turn, *_) = [turn for each in rollouts.observations for turn in each.turns]
+    assert turn.errors == 1 and not turn.message.media and "longer than 200 times" in turn.message.task.text
 
 
 def test_what_reset_says_ends_the_prompt(calls, tmp_path):
