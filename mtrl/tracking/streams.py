@@ -37,7 +37,7 @@ def pack_response(
     """`streams`: arrays of [tokens] or [tokens, ..] by name. `messages` are as `read_message` returns them."""
     arrays = {name: to_stored_dtype(name, array) for name, array in streams.items()}
     shapes = {name: list(array.shape) for name, array in arrays.items()}
-    head = {"text": text, "pieces": list(pieces), "streams": shapes}
+    head: dict[str, Any] = {"text": text, "pieces": list(pieces), "streams": shapes}
     head |= {"messages": list(messages)} if messages else {}
     head_bytes = json.dumps(head, ensure_ascii=False).encode("utf-8", "replace")
     return zlib.compress(b"".join([HEAD.pack(len(head_bytes)), head_bytes, *(a.tobytes() for a in arrays.values())]), 4)
