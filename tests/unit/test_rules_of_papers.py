@@ -308,6 +308,8 @@ def test_dyco_by_hand():
     close(Dyco(tau=0.15, alpha=0.1).apply(with_advantage(experience, 1.0), KEY)[0, [1, 3]], [1.05379, 1.14621], 2e-5)
     with pytest.raises(ValueError, match=r"alpha is 0\.4; it must be between 0 and 1/e"):
         Dyco(alpha=0.4)
+    with pytest.raises(ValueError, match=r"alpha is -0\.1"):
+        Dyco(alpha=-0.1)
     with pytest.raises(ValueError, match="tau is -1"):
         Dyco(tau=-1)
 
