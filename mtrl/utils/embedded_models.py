@@ -18,7 +18,10 @@ def find_weights() -> Path:
 
 MODELS = {name: find_weights() / name for name in ("zoo", "scenes", "lookagain")}
 """The names that `worker.actor.model.model_path` accepts; the default is the first."""
-NOT_INSTALLED = "the embedded models are not installed: pip install 'mtrl[embedded]'"
+NOT_INSTALLED = (
+    "this embedded model is not installed: pip install 'mtrl[embedded]'; lookagain is not in that package yet, and a "
+    "checkout makes it on a GPU: python -m pretraining.pretrain lookagain"
+)
 FOLDERS = {  # how a path of such a folder ends, on other machines and in older versions
     f"{PACKAGE}/zoo": "zoo",
     f"{PACKAGE}/scenes": "scenes",

@@ -78,5 +78,5 @@ def test_a_folder_that_exists_is_taken_as_it_is(tmp_path, monkeypatch):
 
 def test_adapters_of_an_embedded_model_that_is_not_installed(not_installed, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/x/mtrl/embedded/model"}))
-    with pytest.raises(ValueError, match="holds adapters of an embedded model; the embedded models are not installed"):
+    with pytest.raises(ValueError, match="holds adapters of an embedded model; this embedded model is not installed"):
         base_path(tmp_path)
