@@ -129,6 +129,7 @@ class Sampling:
     step: int = 0
     version: int = 0  # expected version of the weights; a generator with another version raises
     times_sampled: Mapping[str, int] = field(default_factory=dict, hash=False)  # per task id, earlier in this step
+    room: Mapping[str, int] = field(default_factory=dict, hash=False)  # per task id, if fewer tokens are read
 
     @property
     def greedy(self) -> Sampling:

@@ -75,7 +75,7 @@ class Differs(Words):
         super().reset()
         return f"{next(self.numbers)}"
 """
-SAMPLING = Sampling(n=3, max_new_tokens=400, seed=5, step=2)
+SAMPLING = Sampling(n=3, max_new_tokens=300, seed=5, step=2)
 
 
 def stopping_encoder(family):

@@ -179,9 +179,10 @@ class ConversationGenerator:
             ready = waiting if self.barrier else wait_for_some(waiting)
             waiting = [each for each in waiting if each not in ready]
             if going := [each for each in ready if each.answer(self.encoder)]:
-                room = max(each.room for each in going)
-                once = replace(sampling, n=1, max_new_tokens=room, times_sampled={})
-                turn = self.engine.generate([each.so_far for each in going], once)
+                prompts = [each.so_far for each in going]
+                room = {prompt.task.id: each.room for prompt, each in zip(prompts, going, strict=True)}
+                once = replace(sampling, n=1, max_new_tokens=max(room.values()), room=room, times_sampled={})
+                turn = self.engine.generate(prompts, once)
                 for row, each in enumerate(going):
                     each.add(turn, row)
                 waiting += [each for each in going if self._call(each)]

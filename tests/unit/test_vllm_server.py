@@ -12,9 +12,9 @@ from mtrl.rollout.vllm.requests import Request
 from mtrl.rollout.vllm.server_engine import MAX_RESPONSES, VllmServer
 from mtrl.utils.errors import RunError, StartError
 
-PARAMS = {"n": 2, "temperature": 1.0, "logit_bias": {5: -1e9}, "max_tokens": 2}
-TEXT = Request([1, 2, 3], (), 3, 11)
-SEEN = Request([1, 9, 3], (np.zeros((28, 28, 3), np.uint8),), 6, 12)
+PARAMS = {"n": 2, "temperature": 1.0, "logit_bias": {5: -1e9}}
+TEXT = Request([1, 2, 3], (), 3, 11, 2)
+SEEN = Request([1, 9, 3], (np.zeros((28, 28, 3), np.uint8),), 6, 12, 2)
 
 
 @pytest.fixture

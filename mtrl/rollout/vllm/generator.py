@@ -12,7 +12,7 @@ from mtrl.protocols import PromptEncoder
 from mtrl.rollout.lifecycle import EngineLifecycle
 from mtrl.rollout.local import check_weight_names, explain_non_finite
 from mtrl.rollout.responses import finish_reasons, make_rollouts
-from mtrl.rollout.vllm.requests import Host, Response, make_requests, make_sampling_params
+from mtrl.rollout.vllm.requests import Host, Response, count_room, make_requests, make_sampling_params
 from mtrl.rollout.vllm.weight_names import RenamedWeights
 from mtrl.types import Prompt, Rollouts, Sampling, Weights
 from mtrl.utils.errors import Diverged, RunError
@@ -60,7 +60,7 @@ class VllmGenerator(EngineLifecycle):
         if sampling.version != self.version:
             raise RuntimeError(f"asked to sample at version {sampling.version}, but the engine holds {self.version}")
         self._check_awake()
-        self._check_lengths(prompts, sampling.max_new_tokens)
+        self._check_lengths(prompts, sampling)
         self.host.wake()
         by_prompt = self.host.generate(make_requests(prompts, sampling), make_sampling_params(self.encoder, sampling))
         rows = [row for responses in by_prompt for row in responses]
@@ -84,8 +84,9 @@ class VllmGenerator(EngineLifecycle):
         if self.host.sleeps and not self.is_resident:
             raise RuntimeError("the engine sleeps; use it inside `with generator.resident()`")
 
-    def _check_lengths(self, prompts: Sequence[Prompt], new: int) -> None:
-        longest, limit = max(prompts, key=lambda prompt: len(prompt.ids)), self.host.max_length
+    def _check_lengths(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        longest = max(prompts, key=lambda prompt: len(prompt.ids) + count_room(prompt, sampling))
+        limit, new = self.host.max_length, count_room(longest, sampling)
         if len(longest.ids) + new > limit:
             raise RunError(
                 f"{longest.task.origin}: a prompt of {len(longest.ids)} tokens and {new} new ones exceed the {limit} "

@@ -50,7 +50,7 @@ class VllmInProcess:
     def generate(self, requests: Sequence[Request], params: Mapping[str, Any]) -> list[list[Response]]:
         from vllm import SamplingParams
 
-        sampling = [SamplingParams(**params, seed=request.seed) for request in requests]
+        sampling = [SamplingParams(**params, seed=request.seed, max_tokens=request.max_tokens) for request in requests]
         prompts: Any = [self._prompt(request) for request in requests]
         try:
             results = self.llm.generate(prompts, sampling, use_tqdm=False)

@@ -29,6 +29,7 @@ class Request:
     images: tuple[np.ndarray, ...]  # at the size that the model sees
     length: int  # tokens with all pads
     seed: int
+    max_tokens: int  # of a response
     videos: tuple[tuple[np.ndarray, Clip], ...] = ()  # the chosen frames, and their description
 
 
@@ -47,7 +48,7 @@ class Host(Protocol):
     max_length: int  # tokens of a prompt and its response together
 
     def generate(self, requests: Sequence[Request], params: Mapping[str, Any]) -> list[list[Response]]:
-        """The responses to each request, in order. `params`: fields of vLLM's SamplingParams, without the seed."""
+        """The responses to each request, in order. `params`: fields of vLLM's SamplingParams; a request has the rest."""
 
     def load(self, label: str, tensors: Mapping[str, Tensor]) -> None:
         """Loads the weights and empties all caches. The tensors are not read after it returns."""
@@ -65,14 +66,20 @@ def make_requests(prompts: Sequence[Prompt], sampling: Sampling) -> list[Request
     first = first_sample_numbers([prompt.task.id for prompt in prompts], sampling)
     random = [rng_for("vllm", sampling.seed, sampling.step, prompt.task.id) for prompt in prompts]
     seeds = [int(each.integers(SEEDS)) + start for each, start in zip(random, first, strict=True)]
-    return [_make_request(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+    return [
+        _make_request(prompt, seed, count_room(prompt, sampling)) for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
 
 
-def _make_request(prompt: Prompt, seed: int) -> Request:
+def count_room(prompt: Prompt, sampling: Sampling) -> int:
+    return min(sampling.max_new_tokens, sampling.room.get(prompt.task.id, sampling.max_new_tokens))
+
+
+def _make_request(prompt: Prompt, seed: int, max_tokens: int) -> Request:
     media = list(zip(prompt.media, (medium.clip for medium in prompt.task.media), strict=True))
     images = tuple(pixels for pixels, clip in media if clip is None)
     videos = tuple((pixels, clip) for pixels, clip in media if clip is not None)
-    return Request(prompt.engine_ids.tolist(), images, len(prompt.ids), seed, videos)
+    return Request(prompt.engine_ids.tolist(), images, len(prompt.ids), seed, max_tokens, videos)
 
 
 def make_sampling_params(encoder: PromptEncoder, sampling: Sampling) -> dict[str, Any]:
@@ -85,7 +92,6 @@ def make_sampling_params(encoder: PromptEncoder, sampling: Sampling) -> dict[str
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": max(0, sampling.top_k),
-        "max_tokens": sampling.max_new_tokens,
         "stop_token_ids": sorted(encoder.stop_ids),
         "ignore_eos": True,
         "logit_bias": dict.fromkeys(encoder.forbidden_ids, NEVER_SAMPLED) or None,

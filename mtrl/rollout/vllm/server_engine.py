@@ -105,7 +105,12 @@ class VllmServer:
         body: dict[str, Any] = {
             "model": self.name,
             "token_ids": request.ids,
-            "sampling_params": {**params, "logit_bias": bias, "seed": request.seed},
+            "sampling_params": {
+                **params,
+                "logit_bias": bias,
+                "seed": request.seed,
+                "max_tokens": request.max_tokens,
+            },
             "return_token_ids": True,
         }
         if request.videos:
