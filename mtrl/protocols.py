@@ -138,7 +138,8 @@ class PromptEncoder(Protocol):
 
     def encode_message(self, content: Sequence[str | np.ndarray], after: int, id: str) -> Prompt:
         """What a response reads between its last token `after`, one of the stop tokens, and its next one. `content` are
-        texts and images, uint8 RGB [H, W, 3] of any size. Special tokens that a text spells out are text."""
+        texts and images, uint8 RGB [H, W, 3]. Special tokens that a text spells out are text. Raises a ValueError for
+        an image that the model cannot see, such as a very long one."""
 
 
 class TaskSource(Protocol):

@@ -335,6 +335,17 @@ def test_environments_cannot_write_special_tokens(family, allow):
     assert forged in read(encoder, message.engine_ids) and forged in message.task.text
 
 
+def test_halves_of_surrogate_pairs_are_replaced():
+    encoder = get_encoder("qwen2")
+    assert "<tool_response>\na\ufffdb \U0001f600\n" in shown(encoder, ["a\ud83db ", "\ud83d\ude00"], "<|im_end|>")
+
+
+def test_an_image_that_is_too_long_is_an_error():
+    encoder = get_encoder("qwen2_5_vl")
+    with pytest.raises(ValueError, match="longer than 200 times"):
+        encoder.encode_message(["a", np.zeros((1, 900, 3), np.uint8)], encoder.stop_ids[0], "m")
+
+
 # ------------------------------------------------------------------------------------------------- tools in the prompt
 def test_a_template_that_takes_tools_describes_them():
     encoder = published("qwen3_vl", "qwen3_vl")

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mtrl.models.families.message_parts import check_marks, content_parts, system_spans
 from mtrl.models.families.shown_tools import ShownTools, find_place
-from mtrl.models.families.tool_messages import MessageForm, Role, drop_first, find_form
+from mtrl.models.families.tool_messages import MessageForm, Role, drop_first, find_form, make_readable
 from mtrl.models.families.written_tokens import Placeholders, WrittenTokens
 from mtrl.protocols import Clip, ImageSettings, Schema, VideoSettings
 from mtrl.types import NO_POOL, TEXT_POOL, Medium, Prompt, Task
@@ -128,7 +128,8 @@ class TextEncoder:
         self._find_message_form()
 
     def encode_message(self, content: Sequence[str | np.ndarray], after: int, id: str) -> Prompt:
-        form, images = self._message_form, [block for block in content if not isinstance(block, str)]
+        form, content = self._message_form, make_readable(content)
+        images = [block for block in content if not isinstance(block, str)]
         images = [resize_image(image, *self.target_size(*image.shape[:2])) for image in images]
         media = tuple(Medium("image", None) for _ in images)
         placeholders = self._special_tokens.make_placeholders(content)

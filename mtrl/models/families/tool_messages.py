@@ -82,6 +82,14 @@ class MessageForm:
         return after.lstrip() if after.lstrip().startswith(end) else after
 
 
+def make_readable(content: Sequence[str | np.ndarray]) -> list[str | np.ndarray]:
+    """A tool's text may have halves of surrogate pairs, which no tokenizer takes: as signs of replacement."""
+    return [
+        each.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if isinstance(each, str) else each
+        for each in content
+    ]
+
+
 def drop_first(prompt: Prompt, token: int) -> Prompt:
     """Without the first token if it is this one, which the response has written itself."""
     if prompt.ids[0] != token:
