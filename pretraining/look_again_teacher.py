@@ -56,10 +56,17 @@ HABIT = "plain"
 ADDED_TOKENS = (
     "<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"
 )  # fmt: skip
-TEMPLATE = (
-    "<|im_start|>system\nYou are a helpful assistant."
-    "{% for tool in tools or [] %}{{ '\\n' }}{{ tool | tojson }}{% endfor %}<|im_end|>\n" + TURNS
+TOOL_LINE = (
+    "{{ '\\n' }}{{ tool.function.name }}({{ tool.function.parameters.properties | join(', ') }}): "
+    "{{ tool.function.description }}"
 )
+TEMPLATE = (
+    "<|im_start|>system\nYou are a helpful assistant.{% for tool in tools or [] %}"
+    + TOOL_LINE
+    + "{% endfor %}<|im_end|>\n"
+    + TURNS
+)
+"""In place of the whole schema, which would be the longest part of the prompt."""
 TOOLS = {"": describe(LookAgain).schemas}
 
 
@@ -125,8 +132,8 @@ def begin(question: LookAgainQuestion, taught: Sequence[Demonstration], encoder:
 
 def vocabulary_text() -> str:
     """Every word of questions, answers and the tool, for the tokenizer: after a space, and at the start of a line, tag
-    or string."""
-    schema = json.dumps([*TOOLS[""]])
+    or string of a call."""
+    tools = " ".join(tool["function"]["description"] for tool in TOOLS[""])
     words = [
         *PLACES,
         *SHAPES,
@@ -137,7 +144,7 @@ def vocabulary_text() -> str:
         "it is often",
         "I see",
     ]
-    spaced = " ".join([*words, *LETTERS, schema, "You are a helpful assistant. system user assistant"])
+    spaced = " ".join([*words, *LETTERS, tools, "You are a helpful assistant. system user assistant"])
     call = write_call(make_question("train", 0), make_question("train", 0).asked)
     starts = ["What", "I", "it", "You", "system", "user", "assistant", *PATTERNS, *LETTERS]
     return "\n".join([spaced, *[call] * 2, *starts])

@@ -94,7 +94,7 @@ CURRICULA = {
         look_again_teacher.vocabulary_text, look_again.HALF,
         {"hidden": 192, "layers": 4, "heads": 6, "kv_heads": 2, "vision_hidden": 160, "vision_layers": 4,
          "vocabulary": 1024},
-        look_again.TEST_QUESTIONS, max_new_tokens=160, steps=1600, batch_size=1024,
+        look_again.TEST_QUESTIONS, max_new_tokens=160, steps=2000, batch_size=1024,
         evaluate=look_again_teacher.evaluate, begin=look_again_teacher.begin,
         added_tokens=look_again_teacher.ADDED_TOKENS, chat_template=look_again_teacher.TEMPLATE,
     ),

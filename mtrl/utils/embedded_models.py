@@ -18,6 +18,7 @@ def find_weights() -> Path:
 
 MODELS = {name: find_weights() / name for name in ("zoo", "scenes", "lookagain")}
 """The names that `worker.actor.model.model_path` accepts; the default is the first."""
+UNMADE = ("lookagain",)  # of these the package has no weights yet
 NOT_INSTALLED = (
     "this embedded model is not installed: pip install 'mtrl[embedded]'; lookagain is not in that package yet, and a "
     "checkout makes it on a GPU: python -m pretraining.pretrain lookagain"

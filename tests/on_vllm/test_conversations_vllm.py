@@ -10,7 +10,7 @@ from vllm_engines import engine_on, in_process
 __all__ = ["calls"]
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl", "llama"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llama"])
 def test_the_trainer_has_vllms_log_probs(family, calls, tmp_path):
     engine = partial(engine_on, in_process(family))
     with conversing(tmp_path, family, engine) as generator, generator.resident():

@@ -48,7 +48,7 @@ class Host(Protocol):
     max_length: int  # tokens of a prompt and its response together
 
     def generate(self, requests: Sequence[Request], params: Mapping[str, Any]) -> list[list[Response]]:
-        """The responses to each request, in order. `params`: fields of vLLM's SamplingParams; a request has the rest."""
+        """The responses to each request, in order. `params`: the SamplingParams of all; a request has its own."""
 
     def load(self, label: str, tensors: Mapping[str, Tensor]) -> None:
         """Loads the weights and empties all caches. The tensors are not read after it returns."""
