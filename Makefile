@@ -50,7 +50,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # which tests of ranks do. Files are distributed in order, so that those with few long tests do not come last.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 KERNELS := $(wildcard tests/unit/test_decode_*.py)
-FAMILIES := $(wildcard $(foreach name,family_checks mask_rules counterfactual gemma4_passes undescribed llava, \
+FAMILIES := $(wildcard $(foreach name,family_checks mask_rules counterfactual gemma4_passes undescribed llava turns \
+	conversations, \
 	tests/conformance/test_$(name).py) $(foreach name,tiles glm gemma3 gemma4 onevision,tests/unit/test_$(name).py) \
 	tests/conformance/test_views.py tests/invariant/test_live_views.py)
 EXTRA_NAMES := compare prepare loggers quantized eight_bit study step_benchmark
