@@ -18,7 +18,7 @@ from mtrl.algorithms.credit.perception_bonus import PerceptionBonus
 from mtrl.algorithms.credit.perception_filter import PerceptionFilter
 from mtrl.algorithms.credit.registry import RULES, make_rule
 from mtrl.algorithms.credit.rule import RunFacts
-from mtrl.algorithms.credit.shuffled import shuffled, take_signals
+from mtrl.algorithms.credit.shuffled import shuffled, shuffled_positions, take_signals
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.credit.vision_entropy import (
     VisionEntropy,
@@ -283,6 +283,13 @@ def test_shuffled_rows_get_the_signals_of_another_response():
     )
     assert sorted(plain.tolist()) == sorted(take_signals.tolist())
     assert (plain != take_signals).all()
+
+
+def test_which_row_is_taken_follows_from_the_key():
+    """The rows that recorded results were made with: another drawing would be another control."""
+    mask = torch.ones(7, 1, dtype=torch.bool)
+    rows = [shuffled_positions(mask, key, "rows")[0][:, 0].tolist() for key in ((3, 7), (3, 8))]
+    assert rows == [[4, 0, 6, 5, 3, 2, 1], [4, 5, 3, 1, 6, 0, 2]]
 
 
 def test_shuffled_by_name():
