@@ -31,6 +31,7 @@ from mtrl.environments.records import RolloutKey
 from mtrl.environments.tool_calls import parse_tool_calls
 from mtrl.models.families import TextEncoder
 from mtrl.report.conversation import conversation, digest_images
+from mtrl.rollout.conversations import join_contents
 from mtrl.tracking.jsonl import iter_rows
 from mtrl.types import Prompt, Rollouts
 from mtrl.utils.errors import StartError
@@ -138,8 +139,7 @@ def turns(row: Row) -> Iterator[tuple[str, Message | None]]:
 def call_again(environments: RunEnvironments, session: Session, encoder: TextEncoder, text: str) -> Message:
     calls = parse_tool_calls(text, session.schemas)
     results = [future.result() for future in environments.pool.call([(session, call) for call in calls])]
-    content = [block for result in results for block in result.content]
-    message = encoder.encode_message(content, encoder.stop_ids[0], "replay")
+    message = encoder.encode_message(join_contents(results), encoder.stop_ids[0], "replay")
     return {"content": message.task.text, "images": digest_images(message)}
 
 

@@ -77,7 +77,7 @@ class Conversation:
         own, id = torch.cat(self.tokens), f"{self.id}.{len(self.turns)}"
         errors = sum(result.error is not None for result in results)
         try:
-            message = encoder.encode_message([b for r in results for b in r.content], int(own[-1]), id)
+            message = encoder.encode_message(join_contents(results), int(own[-1]), id)
         except ValueError as error:  # such as an image that the model cannot take
             errors = len(results)
             message = encoder.encode_message([str({"error": str(error)})], int(own[-1]), id)
@@ -211,6 +211,14 @@ class ConversationGenerator:
 
     def close(self) -> None:
         self.engine.close()
+
+
+def join_contents(results: Sequence[ToolResult]) -> list[Block]:
+    """The results of a turn's calls, each on a line of its own."""
+    blocks: list[Block] = []
+    for result in results:
+        blocks += ["\n", *result.content] if blocks else result.content
+    return blocks
 
 
 def extend_prompt(encoder: PromptEncoder, prompt: Prompt, content: Sequence[Block]) -> Prompt:

@@ -5,9 +5,10 @@ from functools import partial
 import pytest
 from conversation_helpers import SAMPLING, calls, check_log_probs, conversing
 from tiny_models import prompts_for
-from vllm_engines import engine_on, in_process
+from vllm_engines import INSTALLED, engine_on, in_process
 
 __all__ = ["calls"]
+pytestmark = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llama"])

@@ -86,7 +86,7 @@ def test_each_response_has_a_document():
     found = [(each.view, each.rows) for each in make_documents(rollouts, True, 3, counterfactual={1: 2.0})]
     assert found == [(0, (0, 1)), (0, (2,)), (1, (0,)), (1, (1,)), (2, (0, 1))]
     edited = make_documents(rollouts, True, 3, counterfactual={1: 2.0})
-    assert [each.features for each in edited] == [(0, 0), (0, 1), (0, 0), (0, 0), (2, 0)]
+    assert [(each.image_view, each.prompt) for each in edited] == [(0, 0), (0, 1), (0, 0), (0, 0), (2, 0)]
 
 
 def change_by_definition(query, key, value, is_vision, z, window):

@@ -78,7 +78,10 @@ def test_a_section_lists_its_keys_in_a_line_each(section):
         (["explain", "actor/entorpy"], "actor/entorpy: unknown metric; did you mean actor/entropy?"),
         (["explain", "clipfrac"], "clipfrac: unknown key; did you mean actor/clipfrac?"),
         (["explain", "grad_norm"], "did you mean worker.actor.max_grad_norm or actor/grad_norm or critic/grad_norm?"),
-        (["explain", "mine/weight"], "mine/weight: unknown metric; metrics begin with reward/, response_length/, val/"),
+        (
+            ["explain", "mine/weight"],
+            "mine/weight: unknown metric; metrics begin with reward/, response_length/, tools/, val/",
+        ),
     ],
 )
 def test_an_unknown_name_gets_the_nearest_ones(words, message, capsys):

@@ -360,6 +360,13 @@ def test_a_template_that_takes_tools_describes_them():
     assert with_tools.length(row(QUESTION), []) == len(with_tools.encode(row(QUESTION), []).ids)
 
 
+@pytest.mark.parametrize("template", ["gemma4", "llama3_1"])
+def test_a_template_that_teaches_other_calls_than_are_read_gets_our_words(template):
+    encoder = published("qwen2", template).with_tools({"": [ZOOM]})
+    text = prompt_text(encoder, QUESTION)
+    assert "# Tools\n\nYou can call the functions" in text and text.count('"name": "zoom"') == 1
+
+
 def test_a_template_that_knows_no_tools_gets_our_words_in_the_system_message():
     encoder = get_encoder("qwen2_5_vl").with_tools({"": [ZOOM, ZOOM]})
     text = prompt_text(encoder, QUESTION)

@@ -1,5 +1,6 @@
-"""Describe the tools of an environment in a prompt: by the chat template if it takes tools, otherwise in words of ours,
-at the end of the system message or, where a template knows none, at the beginning of the first user message.
+"""Describe the tools of an environment in a prompt: by the chat template if it takes tools and teaches calls in a form
+that is read, otherwise in words of ours, at the end of the system message or, where a template knows none, at the
+beginning of the first user message.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Its result follows in the next message."""
 
 QUESTION = {"role": "user", "content": "probequestion"}
 LINES = "probe\nlines"  # a template that writes a content as Python or as JSON changes the line break
-PROBE = "probetool"
+PROBE, CALL = "probetool", "<tool_call>"  # how each form of calls begins that `environments/tool_calls.py` reads
 PROBE_SCHEMA: Schema = {
     "type": "function",
     "function": {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}},
@@ -63,8 +64,10 @@ class ShownTools:
 
 
 def find_place(render: Callable[..., str]) -> Place:
-    """Where a template shows the description: `render(messages, schemas)` is the rendered chat."""
-    if PROBE in _try_to_render(render, [QUESTION], [PROBE_SCHEMA]):
+    """Where the description stands: `render(messages, schemas)` is the rendered chat. A template that teaches another
+    form of calls than those that are read does not describe the tools."""
+    shown = _try_to_render(render, [QUESTION], [PROBE_SCHEMA])
+    if PROBE in shown and CALL in shown:
         return "template"
     system = {"role": "system", "content": LINES}
     return "system" if LINES in _try_to_render(render, [system, QUESTION]) else "user"
