@@ -7,6 +7,7 @@ import torch
 from decode_helpers import engine, same, stopping_encoder
 from tiny_models import fresh_backbone, get_encoder, prompts_for
 
+from mtrl.models.adapters import AdapterSettings, adapter_parameters, add_adapters
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.rollout.decode.blocks import product
@@ -72,6 +73,23 @@ def test_tokens_and_log_probs_equal_those_of_the_plain_engine(family, targets, r
     same(after, expected.generate(prompts, GREEDY))
     assert decode.weights is weights and places == [place.data_ptr() for place, _ in weights.copied + weights.scaled]
     assert not torch.equal(before.tokens, after.tokens), "the adapter changes the output"
+
+
+@pytest.mark.parametrize("family", ["glm4v", "glm4v_moe"])
+def test_adapters_of_one_matrix_for_gate_and_up_and_of_shared_experts(family):
+    backbone, encoder, prompts = fresh_backbone(family), stopping_encoder(family), prompts_for(family)[1:3]
+    before = LocalGenerator(backbone, encoder).generate(prompts, GREEDY)
+    add_adapters(backbone.model, AdapterSettings(lora_rank=2))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in adapter_parameters(backbone.model).values():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 8)
+    backbone = Backbone(backbone.model)
+    decode, expected = engine(backbone, encoder), LocalGenerator(backbone, encoder).generate(prompts, GREEDY)
+    same(decode.generate(prompts, GREEDY), expected)
+    assert not torch.equal(before.tokens, expected.tokens)
+    mlp = decode.weights.layers[1].mlp if family == "glm4v" else decode.weights.layers[1].mlp.shared.mlp
+    assert mlp.gate_up.adapter is not None and mlp.down.adapter is not None
 
 
 def test_projections_without_an_adapter_have_rank_zero():
