@@ -30,6 +30,14 @@ Its result follows in the next message."""
 QUESTION = {"role": "user", "content": "probequestion"}
 LINES = "probe\nlines"  # a template that writes a content as Python or as JSON changes the line break
 PROBE, CALL = "probetool", "<tool_call>"  # how each form of calls begins that `environments/tool_calls.py` reads
+CALLED_NAME = "probename"
+CALLED = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": "probe0001", "type": "function", "function": {"name": CALLED_NAME, "arguments": {"probe": PROBE}}}
+    ],
+}
 PROBE_SCHEMA: Schema = {
     "type": "function",
     "function": {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}},
@@ -64,10 +72,11 @@ class ShownTools:
 
 
 def find_place(render: Callable[..., str]) -> Place:
-    """Where the description stands: `render(messages, schemas)` is the rendered chat. A template that teaches another
-    form of calls than those that are read does not describe the tools."""
-    shown = _try_to_render(render, [QUESTION], [PROBE_SCHEMA])
-    if PROBE in shown and CALL in shown:
+    """Where the description stands: `render(messages, schemas)` is the rendered chat. A template that writes calls in
+    another form than those that are read does not describe the tools."""
+    written = _try_to_render(render, [QUESTION, CALLED])
+    is_read = CALL in written or CALLED_NAME not in written
+    if is_read and PROBE in _try_to_render(render, [QUESTION], [PROBE_SCHEMA]):
         return "template"
     system = {"role": "system", "content": LINES}
     return "system" if LINES in _try_to_render(render, [system, QUESTION]) else "user"
