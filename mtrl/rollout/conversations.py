@@ -115,7 +115,7 @@ class ConversationGenerator:
 
     # ------------------------------------------------------------------------------------------------ the whole rollout
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:
-        self.sessions.close_before(sampling.step)
+        self.sessions.begin_call()
         conversations = self._open(prompts, sampling)
         first = self.engine.generate([group[0].prompt for group in conversations], sampling)
         rows = [each for group in conversations for each in group]
@@ -151,7 +151,7 @@ class ConversationGenerator:
             shown = self._begin_prompt(prompt, [reset.result() for _, _, reset in group])
             opened.append([Conversation(id, shown, each, sampling.max_new_tokens) for id, each, _ in group])
             for id, each, _ in group:
-                self.sessions.add(sampling.step, id, each)
+                self.sessions.add(id, each)
         return opened
 
     def _begin_prompt(self, prompt: Prompt, resets: Sequence[ToolResult]) -> Prompt:

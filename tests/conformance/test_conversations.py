@@ -130,3 +130,19 @@ def test_whoever_is_ready_continues(monkeypatch, tmp_path):
     assert [len(each.turns) for each in rollouts.observations] == [3, 3]
     assert sizes == [2, 1, 1, 1, 1, 1, 1], "the second response is through before the first one's tool returns"
     assert times[3] < times[4], sizes
+
+
+def test_environments_end_after_the_rewards_of_their_call_and_the_next(tmp_path):
+    prompts = prompts_for("llama")[:1]
+    with conversing(tmp_path, "llama") as generator:
+        ids = []
+        for step in range(3):
+            rollouts = generator.generate(prompts, replace(SAMPLING, step=step))
+            ids.append(rollouts.observations[0].id)
+            assert generator.sessions[ids[-1]].reward().result(60).value == 0
+        first = generator.sessions[ids[0]]
+        (other,) = generator.generate(prompts_for("llama")[1:2], replace(SAMPLING, n=1)).observations
+        assert generator.sessions[other.id] is not first and generator.sessions[ids[2]] is first
+        generator.generate(prompts_for("llama")[1:2], replace(SAMPLING, n=1))
+        with pytest.raises(KeyError):
+            generator.sessions[ids[2]]
