@@ -39,6 +39,12 @@ def family(request):
     return request.param
 
 
+@pytest.fixture(params=[each for each in FAMILIES if each not in TEXT_FAMILIES])
+def seeing(request):
+    """A family that takes images."""
+    return request.param
+
+
 @pytest.fixture(params=ROUTES)
 def route(request):
     return ROUTES[request.param]
@@ -114,11 +120,9 @@ def test_gradients_equal_those_of_each_turn_by_itself(family, route):
     assert any(parameter.grad is not None for parameter in backbone.model.parameters())
 
 
-def test_other_views_change_the_images_of_messages_too(family):
+def test_other_views_change_the_images_of_messages_too(seeing):
     """A row whose prompt has no image depends on the one that it was shown, from there on."""
-    if family in TEXT_FAMILIES:
-        pytest.skip("no images")
-    rollouts, forward = conversations(family), Forward(shared_backbone(family), get_encoder(family))
+    rollouts, forward = conversations(seeing), Forward(shared_backbone(seeing), get_encoder(seeing))
     views = {"perturbed": [Perturbation(seed=7).view(each, 0) for each in encoded_prompts(rollouts)]}
     signals = forward.signals(rollouts, Needs("old_logprobs", "perturbed_logprobs"), views)
     assert rollouts.visual.tolist() == [True, True, True, False, True]
@@ -127,11 +131,9 @@ def test_other_views_change_the_images_of_messages_too(family):
     assert (moved[3] < 1e-5).all(), "its messages are text"
 
 
-def test_a_view_without_images_keeps_positions(family):
+def test_a_view_without_images_keeps_positions(seeing):
     """As if no token could attend to the tokens of any image."""
-    if family in TEXT_FAMILIES or not shared_backbone(family).uses_own_attention:
-        pytest.skip("no images")
-    rollouts, forward = conversations(family), Forward(shared_backbone(family), get_encoder(family))
+    rollouts, forward = conversations(seeing), Forward(shared_backbone(seeing), get_encoder(seeing))
     blind = {"none": [None if each.media else () for each in encoded_prompts(rollouts)]}
     found = forward.signals(rollouts, Needs("logprobs@none"), blind).extra["logprobs@none"]
     grey = replace(rollouts, prompts=tuple(repaint(each) for each in rollouts.prompts), observations=tuple(
